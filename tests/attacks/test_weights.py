@@ -18,6 +18,8 @@ from penstock.types import PolicyName, PublishedVersion
 from penstock.weights import client, update
 from penstock.weights.manifest import SnapshotManifest, digest_of, parse_manifest
 from penstock.weights.serving import server
+from penstock.weights.serving.origin import Origin
+from penstock.weights.store import DirectoryStore
 from penstock.weights.update import Chains, Update, pack_manifest, read_update
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import encode
@@ -164,3 +166,42 @@ async def test_downloads_that_nobody_reads_hold_little(signer: Signer) -> None:
     is_gone.set()
     await asyncio.gather(*calls)
     assert num_started == num_calls + 1 and blob.num_open == 0, "all had their turn"
+
+
+async def test_questions_about_chains_hold_up_no_other_credential(
+    tmp_path: Path, signer: Signer, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads every entry of a chain in a thread. They had all threads: a manifest for another
+    node took four seconds instead of two milliseconds, beside 100 connections."""
+    loop, may_go_on = asyncio.get_running_loop(), threading.Event()
+    arrived: dict[str, asyncio.Event] = {name * 64: asyncio.Event() for name in "ef"}
+    looked_up: list[str] = []
+
+    def chain_to(store: object, target: str, num_bytes: int, have: list[str]) -> tuple[()]:
+        looked_up.append(target)
+        may_go_on.wait(20)
+        return ()
+
+    real = Origin.chain
+
+    async def chain(origin: Origin, target: str, num_bytes: int, have: list[str]) -> Any:
+        loop.call_soon(arrived[target].set)
+        return await real(origin, target, num_bytes, have)
+
+    monkeypatch.setattr(DirectoryStore, "chain_to", chain_to)
+    monkeypatch.setattr(Origin, "chain", chain)
+
+    def ask(target: str, subject: str) -> asyncio.Task[httpx2.Response]:
+        token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=600, subject=subject)
+        path = f"/v1/deltas/{target}?bytes=1&from={'0' * 64}"
+        return asyncio.create_task(http.get(path, headers={"authorization": f"Bearer {token}"}))
+
+    asked = [ask("e" * 64, "greedy") for _ in range(2 * server.MAX_QUESTIONS)]
+    await arrived["e" * 64].wait()
+    answer = await http.get(f"/v1/manifests/{manifest_digest(tmp_path)}", headers=bearer(signer))
+    assert answer.status_code == 200 and not any(task.done() for task in asked)
+    asked.append(ask("f" * 64, "other"))
+    await arrived["f" * 64].wait()
+    may_go_on.set()
+    await asyncio.gather(*asked)
+    assert looked_up.index("f" * 64) <= server.MAX_QUESTIONS

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from penstock.bounds import is_digest
@@ -31,6 +32,7 @@ log = structlog.get_logger(__name__)
 READ_TIMEOUT_S = 10.0
 """After this long without a response from the bucket, readers get Retry-After."""
 RETRY_S = 1.0
+NUM_CHAIN_THREADS = 32
 MAX_KNOWN = 100_000
 """Delta entries cached; they never change."""
 _entry_decoder = msgspec.json.Decoder(DeltaEntry)
@@ -42,6 +44,7 @@ class ObjectSource:
     def __init__(self, url: str) -> None:
         self._objects = open_objects(url, "weights", retry_timeout_s=READ_TIMEOUT_S)
         self._known: dict[str, DeltaEntry | None] = {}
+        self._chain_threads = CapacityLimiter(NUM_CHAIN_THREADS)
 
     async def manifest(self, digest: str) -> bytes:
         with _translated_errors("manifest", digest):
@@ -65,7 +68,7 @@ class ObjectSource:
         self, target: str, num_bytes: int, have: Collection[str]
     ) -> tuple[DeltaEntry, ...]:
         with _translated_errors("deltas to", target):
-            return await run_sync(self._chain, target, num_bytes, have)
+            return await run_sync(self._chain, target, num_bytes, have, limiter=self._chain_threads)
 
     def _chain(self, target: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
         def steps_to(blob: str) -> Iterable[DeltaEntry]:

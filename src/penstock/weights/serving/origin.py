@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 import structlog
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
 from penstock.errors import NotFound, Unreachable, WeightsError
@@ -29,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 JOB_WAIT_S = 2.0
 """How long a request waits for the job it started; client timeouts are slightly longer."""
+NUM_CHAIN_THREADS = 2
+"""Chains are found in threads of their own: manifests and blobs do not wait behind them."""
 MARK_INTERVAL_S = 20.0
 MIN_MERGE_STEPS = 4
 """Shortest chain worth merging; shorter ones overlap little, so merging saves little."""
@@ -39,6 +42,7 @@ class Origin:
         self._store = store
         self._jobs = SingleFlight[str, None]()
         self._one_at_a_time = asyncio.Semaphore(1)
+        self._chain_threads = CapacityLimiter(NUM_CHAIN_THREADS)
         self._marked_at: dict[str, float] = {}
 
     async def manifest(self, digest: str) -> bytes:
@@ -53,7 +57,7 @@ class Origin:
     async def blob(self, digest: str) -> StoredBlob:
         with suppress(FileNotFoundError):
             return await self._open(digest)
-        if not await run_sync(chain_from_full, self._store, digest):
+        if not await run_sync(chain_from_full, self._store, digest, limiter=self._chain_threads):
             raise missing("blob", digest)
         if not await self._run_and_wait(digest, lambda: rebuild_blob(self._store, digest)):
             raise Unreachable(f"blob {digest} is being rebuilt from deltas", retry_after_s=1.0)
@@ -86,12 +90,19 @@ class Origin:
     async def chain(
         self, target: str, num_bytes: int, have: Collection[str]
     ) -> tuple[DeltaEntry, ...]:
-        chain = await run_sync(self._store.chain_to, target, num_bytes, have)
+        chain = await self._find_chain(target, num_bytes, have)
         if len(chain) < MIN_MERGE_STEPS:
             return chain
         base = chain[0].base
         await self._run_and_wait(base + target, lambda: merge_deltas(self._store, base, target))
-        return await run_sync(self._store.chain_to, target, num_bytes, have)
+        return await self._find_chain(target, num_bytes, have)
+
+    async def _find_chain(
+        self, target: str, num_bytes: int, have: Collection[str]
+    ) -> tuple[DeltaEntry, ...]:
+        return await run_sync(
+            self._store.chain_to, target, num_bytes, have, limiter=self._chain_threads
+        )
 
     async def close(self) -> None:
         await self._jobs.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -27,7 +27,7 @@ from penstock.bounds import is_digest
 from penstock.errors import BadRequest, NotFound, WeightsError, WireError
 from penstock.observe.metric_names import PROMETHEUS
 from penstock.observe.prometheus import new_registry
-from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
+from penstock.weights.deltas.chain import MAX_BASES, DeltaChain, DeltaEntry
 from penstock.weights.manifest import FileEntry, parse_manifest
 from penstock.weights.serving.single_flight import SingleFlight
 from penstock.weights.serving.sources import Blob, Source
@@ -49,6 +49,9 @@ NUM_LARGE = 32
 more processor time, and a caller that does not read costs a piece."""
 MAX_DOWNLOADS = 16 * NUM_LARGE
 """Of one credential at a time, of which each has an open file; the others wait for their turn."""
+MAX_QUESTIONS = 32
+"""About chains, of one credential at a time: one call asks for every file of a version."""
+MAX_WAITING = 64 * MAX_CHAINS
 MANIFEST_BYTES = 16 << 20
 """Manifests are rarely larger."""
 OCTET_STREAM = "application/octet-stream"
@@ -95,6 +98,7 @@ class WeightServer:
         self._newest: dict[str, _Packed] = {}
         self._one_at_a_time = asyncio.Semaphore(1)
         self._downloads = CallBudget(MAX_DOWNLOADS)
+        self._questions = CallBudget(MAX_QUESTIONS, MAX_WAITING)
         self._registry = registry = new_registry("weights", run)
         self._requests = Counter(
             "penstock_weights_requests",
@@ -154,7 +158,7 @@ class WeightServer:
                 held.pop_all(),
             )
 
-    @route("GET", "/v1/deltas/{digest}", READERS, query=("from", "bytes"))
+    @route("GET", "/v1/deltas/{digest}", READERS, query=("from", "bytes"), shares_budget=True)
     async def deltas(self, call: Call) -> DeltaChain:
         """Deltas to the blob with this BLAKE3 and size `bytes` from one of the blobs
         `from=DIGEST,DIGEST,…`; empty if they would not be smaller than the blob."""
@@ -162,22 +166,32 @@ class WeightServer:
         target, num_bytes = _digest(call), call.query.get("bytes", "")
         if not (num_bytes.isascii() and num_bytes.isdecimal()) or len(num_bytes) > MAX_DIGITS:
             raise BadRequest(f"bytes is {num_bytes[:20]!r}; pass the size of the target blob")
-        chain = await self._source.chain(target, int(num_bytes), have)
+        chain = await self._chain(call, target, int(num_bytes), have)
         self._requests.labels("deltas", call.credential.role).inc()
         return DeltaChain(steps=chain)
 
-    @route("GET", "/v1/updates/{digest}", READERS, query=("from",))
+    @route("GET", "/v1/updates/{digest}", READERS, query=("from",), shares_budget=True)
     async def updates(self, call: Call) -> Update:
         """The manifest with this BLAKE3, compressed, and deltas to its weights from the blobs
         `from=DIGEST,DIGEST,…`, by the blob to which they lead."""
         have, packed = _bases(call), await self._packed(_digest(call))
         new = [file for file in packed.weights if file.blob not in have]
         chains = await asyncio.gather(
-            *(self._source.chain(file.blob, file.bytes, have) for file in new)
+            *(self._chain(call, file.blob, file.bytes, have) for file in new)
         )
         self._requests.labels("updates", call.credential.role).inc()
         found = {file.blob: chain for file, chain in zip(new, chains, strict=True) if chain}
         return Update(manifest=packed.manifest, chains=found)
+
+    async def _chain(
+        self, call: Call, target: str, num_bytes: int, have: Collection[str]
+    ) -> tuple[DeltaEntry, ...]:
+        share = Share(self._questions)
+        await share.take((call.credential.subject, "chains"), 1)
+        try:
+            return await self._source.chain(target, num_bytes, have)
+        finally:
+            share.give_back()
 
     async def _packed(self, digest: str) -> _Packed:
         """Half a second of work for a large mixture: once for all that ask, and beside the loop."""
