@@ -51,6 +51,10 @@ class ResourceSharing:
         self._machines: dict[PolicyName, Multiplexer] = {}
         self._ordered: dict[NodeId, tuple[str, float]] = {}
         """The last order to each node, to pause or to go on, and when it was decided."""
+        self._followed: dict[NodeId, tuple[str, float]] = {}
+        """The last order that each node has followed."""
+        self._interrupted_by: dict[tuple[NodeId, PolicyName], tuple[int, int]] = {}
+        """The newest version of each policy that a node loaded in the middle of its answers."""
         self._tagged_at: dict[NodeId, float] = {}
         self._with_train: set[NodeId] = set()
         """Nodes with the tag `train` that were seen: few, so a batch request looks at no others."""
@@ -97,25 +101,46 @@ class ResourceSharing:
     def joined(self, node: Node) -> None:
         """A node that can roll out joins while others cannot."""
         self.is_shared(node)
+        self._followed.pop(node.record.node_id, None)  # its new process follows the order, too
         nodes, paused = self._partition.nodes, {*self._with_train, *self._tagged_at}
         if any(nodes[one].state is NodeState.PAUSED for one in paused if one in nodes):
             self._write("resumed", node, SwitchTrigger.RESOURCE_ADDED)
 
     def reported(self, node: Node, before: NodeState, live: tuple[LiveVersion, ...]) -> None:
-        """A heartbeat arrived; `before` and `live`: as of the one before it."""
-        now, is_paused = self._process.clock(), node.state is NodeState.PAUSED
-        if is_paused != (before is NodeState.PAUSED):
-            trigger, decided_at = self._ordered.get(node.record.node_id, ("", now))
+        """A heartbeat arrived; `before` and `live`: as of the one before it. A node says what it
+        likes, as often as it likes: each order and each version is recorded once."""
+        node_id, is_paused = node.record.node_id, node.state is NodeState.PAUSED
+        order = self._ordered.get(node_id)
+        if (
+            is_paused != (before is NodeState.PAUSED)
+            and order is not None
+            and order != self._followed.get(node_id)
+            and is_paused == bool(order[0])
+        ):
+            self._followed[node_id] = order
+            trigger, decided_at = order
             self._write(
                 "interrupted" if is_paused else "resumed",
                 node,
                 trigger or SwitchTrigger.TAG_RETURNED,
-                seconds=round(max(0.0, now - decided_at), 4),
+                seconds=round(max(0.0, self._process.clock() - decided_at), 4),
             )
             self._process.wake()  # a trainer may be waiting for it
         was_generating = before is NodeState.LIVE is node.state and node.num_leases
-        if live and node.live != live and was_generating:
+        if live and node.live != live and was_generating and self._has_newer(node):
             self._write("interrupted", node, SwitchTrigger.NEW_WEIGHTS)
+
+    def _has_newer(self, node: Node) -> bool:
+        """Whether it serves a published version, newer than all that interrupted it before."""
+        newest = {t.policy: (t.incarnation, t.number) for t in self._partition.target_versions}
+        found = False
+        for version in node.live:
+            key = (node.record.node_id, version.policy)
+            loaded = (version.incarnation, version.number)
+            if self._interrupted_by.get(key, (0, 0)) < loaded <= newest.get(version.policy, (0, 0)):
+                self._interrupted_by[key] = loaded
+                found = True
+        return found
 
     def _write(self, event: str, node: Node, trigger: str, **more: float) -> None:
         entry: dict[str, str | float] = {
