@@ -7,17 +7,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
 import pytest
 from tests.contract.test_weight_server import bearer, http, manifest_digest, signer
+from tests.unit.weights.version_history import VersionHistory
 
 from penstock.errors import BadRequest, Unreachable
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights import client, update
+from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import SnapshotManifest, digest_of, parse_manifest
-from penstock.weights.serving import server
+from penstock.weights.retention import execute_plan, plan_deletion
+from penstock.weights.serving import origin, rebuilt, server
 from penstock.weights.serving.origin import Origin
 from penstock.weights.store import DirectoryStore
 from penstock.weights.update import Chains, Update, pack_manifest, read_update
@@ -177,10 +181,10 @@ async def test_questions_about_chains_hold_up_no_other_credential(
     arrived: dict[str, asyncio.Event] = {name * 64: asyncio.Event() for name in "ef"}
     looked_up: list[str] = []
 
-    def chain_to(store: object, target: str, num_bytes: int, have: list[str]) -> tuple[()]:
+    def deltas_to(store: object, target: str) -> list[DeltaEntry]:
         looked_up.append(target)
         may_go_on.wait(20)
-        return ()
+        return []
 
     real = Origin.chain
 
@@ -188,7 +192,7 @@ async def test_questions_about_chains_hold_up_no_other_credential(
         loop.call_soon(arrived[target].set)
         return await real(origin, target, num_bytes, have)
 
-    monkeypatch.setattr(DirectoryStore, "chain_to", chain_to)
+    monkeypatch.setattr(DirectoryStore, "deltas_to", deltas_to)
     monkeypatch.setattr(Origin, "chain", chain)
 
     def ask(target: str, subject: str) -> asyncio.Task[httpx2.Response]:
@@ -204,4 +208,82 @@ async def test_questions_about_chains_hold_up_no_other_credential(
     await arrived["f" * 64].wait()
     may_go_on.set()
     await asyncio.gather(*asked)
-    assert looked_up.index("f" * 64) <= server.MAX_QUESTIONS
+    assert looked_up.index("f" * 64) <= 2 * server.MAX_QUESTIONS, "two folders for each"
+
+
+# --- old versions -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> VersionHistory:
+    """Ten versions, of which the first and the last are stored in full."""
+    history = VersionHistory(tmp_path / "old" / "store")
+    history.add_versions(10)
+    in_use = [history.digest(number) for number in range(10)]
+    with history.store.deleting():
+        execute_plan(history.store, plan_deletion(history.store, in_use, in_use[-1:]))
+    return history
+
+
+def num_bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def set_room(monkeypatch: pytest.MonkeyPatch, folder: Path, num_bytes: int) -> None:
+    """What is rebuilt may take half of it."""
+
+    def usage(_: object) -> object:
+        return SimpleNamespace(free=num_bytes - num_bytes_in(folder / "blobs"))
+
+    monkeypatch.setattr(rebuilt.shutil, "disk_usage", usage)
+
+
+async def test_reads_of_old_versions_do_not_fill_the_disk(
+    history: VersionHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte of each old version had all of them rebuilt in the store, and each pair of versions
+    that are far apart a merged delta; the trainer could not delete them while they were read."""
+    folder, file = history.store.rebuilt_folder, history.file(0)
+    stored = {*history.store.blobs()}, [*history.store.deltas()]
+    set_room(monkeypatch, folder, 5 * file.bytes)
+    source = Origin(history.store)
+    for base in range(10):
+        for target in range(base + 4, 10):
+            await source.chain(history.file(target).blob, 1 << 40, [history.file(base).blob])
+    for number in range(10):
+        await (await source.blob(history.file(number).blob)).close()
+        assert num_bytes_in(folder / "blobs") <= 2.5 * file.bytes
+    kept = {path.name for path in (folder / "blobs").iterdir()}
+    assert {history.file(7).blob, history.file(8).blob} <= kept, "read last"
+    assert stored == ({*history.store.blobs()}, [*history.store.deltas()])
+    set_room(monkeypatch, folder, file.bytes)
+    with pytest.raises(Unreachable, match="no room") as caught:
+        await source.blob(history.file(3).blob)
+    assert caught.value.retry_after_s
+    await source.close()
+
+
+async def test_a_rebuild_does_not_delay_deletion_and_few_wait(
+    history: VersionHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer found the lock taken, again and again."""
+    may_go_on, real = threading.Event(), rebuilt.apply_chain
+
+    def apply_chain(*args: Any) -> None:
+        may_go_on.wait(20)
+        real(*args)
+
+    monkeypatch.setattr(rebuilt, "apply_chain", apply_chain)
+    monkeypatch.setattr(origin, "JOB_WAIT_S", 0.05)
+    monkeypatch.setattr(origin, "MAX_JOBS", 3)
+    source, messages = Origin(history.store), list[str]()
+    for number in range(1, 6):
+        with pytest.raises(Unreachable) as caught:
+            await source.blob(history.file(number).blob)
+        assert caught.value.retry_after_s
+        messages.append(str(caught.value))
+    assert ["3 files" in message for message in messages] == [False] * 3 + [True] * 2
+    with history.store.deleting() as has_lock:
+        assert has_lock
+    may_go_on.set()
+    await source.close()

@@ -19,6 +19,7 @@ from penstock.weights.deltas.chain import DeltaChain
 from penstock.weights.retention import execute_plan, plan_deletion
 from penstock.weights.serving import origin as module
 from penstock.weights.serving.origin import Origin
+from penstock.weights.serving.rebuilt import Rebuilt
 from penstock.weights.store import DirectoryStore
 from penstock.wire.client import AsyncServiceClient
 
@@ -51,7 +52,7 @@ async def test_a_missing_full_file_is_rebuilt_and_kept(
     async with running_weight_server(tmp_path) as caller:
         answer = await caller.request("GET", f"/v1/blobs/{file.blob}")
     assert blake3(answer.content).hexdigest() == file.blob
-    assert history.store.has_blob(file.blob)
+    assert (history.store.rebuilt_folder / "blobs" / file.blob).exists()
 
 
 async def test_it_is_rebuilt_once_for_all_requests(
@@ -85,13 +86,13 @@ async def test_requests_wait_only_briefly_for_a_merge(
     history: VersionHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    real = module.merge_deltas
+    real = Rebuilt.merge
 
-    def slow(*args: object) -> object:
+    def slow(rebuilt: Rebuilt, base: str, target: str, num_bytes: int) -> None:
         may_go_on.wait(60)
-        return real(*args)  # pyright: ignore[reportArgumentType]
+        real(rebuilt, base, target, num_bytes)
 
-    monkeypatch.setattr(module, "merge_deltas", slow)
+    monkeypatch.setattr(Rebuilt, "merge", slow)
     monkeypatch.setattr(module, "JOB_WAIT_S", 0.05)
     async with running_weight_server(tmp_path) as caller:
         assert len((await ask_way(caller, history, 1, 7)).steps) == 6
@@ -105,13 +106,13 @@ async def test_early_requests_get_retry_after(
     history: VersionHistory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    real = module.rebuild_blob
+    real = Rebuilt.rebuild
 
-    def slow(*args: object) -> object:
+    def slow(rebuilt: Rebuilt, digest: str) -> Path:
         may_go_on.wait(60)
-        return real(*args)  # pyright: ignore[reportArgumentType]
+        return real(rebuilt, digest)
 
-    monkeypatch.setattr(module, "rebuild_blob", slow)
+    monkeypatch.setattr(Rebuilt, "rebuild", slow)
     monkeypatch.setattr(module, "JOB_WAIT_S", 0.05)
     source = Origin(history.store)
     with pytest.raises(Unreachable) as caught:
@@ -137,7 +138,7 @@ async def test_blobs_are_kept_until_their_readers_finish(
 ) -> None:
     """Over a slow link many versions are published during one transfer; the blob being read is
     kept."""
-    file = history.file(4)
+    file = history.file(0)
 
     def sweep() -> None:
         with history.store.deleting():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rebuilds files from deltas, and merges a chain of deltas into one.
+"""Rebuilds files from deltas.
 
 Results are verified before they get their final name. Blocking; do not call on the event loop.
 """
@@ -13,8 +13,7 @@ from pathlib import Path
 from penstock.durable import copy_regular, open_regular
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
-from penstock.weights.deltas.file_delta import apply_in_place, make_delta
-from penstock.weights.manifest import file_digest
+from penstock.weights.deltas.file_delta import apply_in_place
 from penstock.weights.store import DirectoryStore
 
 ANY_SIZE = 1 << 62
@@ -39,21 +38,6 @@ def rebuild_blob(store: DirectoryStore, blob: str) -> Path:
             )
         store.make_blob(blob, partial(apply_chain, chain, store.blob_path))
     return path
-
-
-def merge_deltas(store: DirectoryStore, base: str, target: str) -> DeltaEntry:
-    """Store one delta from base to target, rebuilding both if necessary. Both are verified, because
-    their own sources may be deleted once this delta exists."""
-    with store.writing():
-        old, new = rebuild_blob(store, base), rebuild_blob(store, target)
-        for path, blob in ((old, base), (new, target)):
-            if file_digest(path) != blob:
-                raise WeightsError(
-                    f"{path} is damaged (digest mismatch); delete it, and it will be rebuilt from "
-                    "deltas if they exist"
-                )
-        make = partial(make_delta, old, new, base_blob=base, target_blob=target)
-        return store.put_delta(base, target, make)
 
 
 def apply_chain(chain: Sequence[DeltaEntry], blob_path: Callable[[str], Path], made: Path) -> None:

@@ -4,8 +4,8 @@ that can be rebuilt from deltas.
 
 A full file is kept (an anchor) unless it can be rebuilt in fewer than `anchor_every` steps and from
 fewer bytes than its own size. Anchors are not marked; they are recomputed after a restart. Blobs
-being read are kept too: over a slow link a transfer spans many versions. Planning changes nothing;
-`execute_plan` deletes, and a crash during it leaves a consistent store.
+being read are kept too, within a limit: over a slow link a transfer spans many versions. Planning
+changes nothing; `execute_plan` deletes, and a crash during it leaves a consistent store.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from penstock.weights.store import DirectoryStore
 log = structlog.get_logger(__name__)
 
 ANCHOR_EVERY = 25
+NUM_READ_VERSIONS = 4
+"""Blobs that are kept only because they are being read have at most this many times the bytes of
+the newest versions."""
 GRACE_S = 60.0
 """A younger manifest may be about to be published."""
 
@@ -70,19 +73,22 @@ def plan_deletion(
     for file in _files_of(sorted(retained.values(), key=lambda manifest: manifest.number)):
         planner.keep(file, anchor_every)
     planner.keep_chains(_files_of(retained.values()), _files_of(newest_manifests))
+    planner.keep_read(NUM_READ_VERSIONS * sum(file.bytes for file in _files_of(newest_manifests)))
     return planner.plan_deletion(unreferenced, num_versions=len(retained))
 
 
 class _RetentionPlanner:
     """Collects what to keep, from one listing of the store."""
 
-    def __init__(self, store: DirectoryStore, being_read: Collection[str]) -> None:
+    def __init__(self, store: DirectoryStore, being_read: Sequence[str]) -> None:
         self._blobs = dict(store.blobs())
         self._being_read = being_read
         self._steps: dict[str, list[DeltaEntry]] = defaultdict(list)
         for entry in store.deltas():
             self._steps[entry.target].append(entry)
         self._full_files: set[str] = set()
+        """To keep, as are the next two."""
+        self._read: set[str] = set()
         self._deltas: set[DeltaEntry] = set()
 
     def keep_full(self, file: FileEntry) -> None:
@@ -111,6 +117,19 @@ class _RetentionPlanner:
                 if target.blob != base:
                     self._deltas.update(self._chain(target.blob, {base}, target.bytes))
 
+    def keep_read(self, max_bytes: int) -> None:
+        """Keep the blobs that were read last."""
+        kept = self._kept
+        for blob in self._being_read:
+            size = self._blobs.get(blob, 0)
+            if blob not in kept and size <= max_bytes:
+                max_bytes -= size
+                self._read.add(blob)
+
+    @property
+    def _kept(self) -> set[str]:
+        return self._full_files | self._read | {delta.blob for delta in self._deltas}
+
     def _chain(self, blob: str, have: Container[str], below: int) -> tuple[DeltaEntry, ...]:
         return cheapest_chain(blob, have.__contains__, self._steps_to, below=below)
 
@@ -118,7 +137,7 @@ class _RetentionPlanner:
         return [step for step in self._steps.get(blob, ()) if step.blob in self._blobs]
 
     def plan_deletion(self, unreferenced: Sequence[str], *, num_versions: int) -> DeletionPlan:
-        kept = self._full_files | {delta.blob for delta in self._deltas} | set(self._being_read)
+        kept = self._kept
         return DeletionPlan(
             manifests=tuple(unreferenced),
             blobs=tuple(found for found in self._blobs.items() if found[0] not in kept),

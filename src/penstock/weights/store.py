@@ -53,6 +53,8 @@ class DirectoryStore:
         self._deltas = root / "deltas"
         self._incoming = root / "incoming"
         self._reading = root / "reading"
+        self.rebuilt_folder = root / "rebuilt"
+        """Of the server of these weights."""
 
     def prepare(self) -> None:
         """Create the folders and remove files of dead writers. Readers need not call this."""
@@ -219,16 +221,17 @@ class DirectoryStore:
             self._reading.mkdir(exist_ok=True)
             path.touch()
 
-    def recently_read(self) -> set[str]:
-        """Blobs read within the last minutes; older records are dropped."""
-        found: set[str] = set()
+    def recently_read(self) -> list[str]:
+        """Blobs read within the last minutes, the latest first; older records are dropped."""
+        found: list[tuple[float, str]] = []
         for path in _files(self._reading):
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime < READ_WINDOW_S:
-                    found.add(path.name)
+                read_at = path.stat().st_mtime
+                if time.time() - read_at < READ_WINDOW_S:
+                    found.append((read_at, path.name))
                 else:
                     path.unlink()
-        return found
+        return [name for _, name in sorted(found, reverse=True)]
 
     def age_s(self, manifest: str) -> float:
         """Seconds since the manifest was written."""

@@ -12,7 +12,7 @@ from tests.unit.weights.version_history import VersionHistory
 
 from penstock.errors import WeightsError
 from penstock.weights import retention
-from penstock.weights.rebuild import merge_deltas, rebuild_blob
+from penstock.weights.rebuild import rebuild_blob
 from penstock.weights.retention import GRACE_S, DeletionPlan, execute_plan, plan_deletion
 from penstock.weights.store import DirectoryStore
 
@@ -102,17 +102,16 @@ def test_a_node_that_is_behind_finds_a_chain(tmp_path: Path) -> None:
     assert len(history.store.chain_to(newest.blob, newest.bytes, [base.blob])) == 4
 
 
-def test_one_delta_in_place_of_many(tmp_path: Path) -> None:
-    history = VersionHistory(tmp_path / "store", share=0.2)
+def test_blobs_that_are_read_are_kept_within_a_limit(tmp_path: Path) -> None:
+    """Who reads a byte of every version keeps a few of them, those that were read last."""
+    history = VersionHistory(tmp_path / "store")
     history.add_versions(8)
-    base, newest = history.file(1), history.file(7)
-    before = history.store.chain_to(newest.blob, newest.bytes, [base.blob])
-    sweep(history, list(range(8)))
-    entry = merge_deltas(history.store, base.blob, newest.blob)
-    assert history.store.chain_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
-    assert entry.bytes < 0.8 * sum(step.bytes for step in before)
-    sweep(history, [1])  # the merged one is used now
-    assert history.store.chain_to(newest.blob, newest.bytes, [base.blob]) == (entry,)
+    for number in range(8):
+        history.store.mark_read(history.file(number).blob)
+        read_at = time.time() - 10 + number
+        os.utime(tmp_path / "store" / "reading" / history.file(number).blob, (read_at, read_at))
+    sweep(history, list(range(8)), newest=[7])
+    assert history.whole() == [0, 3, 4, 5, 6, 7]
 
 
 def test_young_manifests_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

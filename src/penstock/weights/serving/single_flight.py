@@ -20,6 +20,12 @@ class SingleFlight(Generic[K, V]):
     def __init__(self) -> None:
         self._running: dict[K, asyncio.Task[V]] = {}
 
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._running
+
     async def get(self, key: K, work: Callable[[], Coroutine[Any, Any, V]]) -> V:
         return await asyncio.shield(self.start(key, work))
 
