@@ -21,7 +21,9 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
+import structlog
 from blake3 import blake3
+from tests.attacks.in_process import dataflow_door
 from tests.contract.dataflow_server import (
     POLICY,
     FakeTrainer,
@@ -807,3 +809,21 @@ def test_bodies_that_never_come_hold_up_their_sender_only(world: World) -> None:
             stop.set_result(None)
             for one in silent:
                 one.exception()
+
+
+async def test_results_without_a_proof_fill_no_log(tmp_path: Path) -> None:
+    """A line is written each time that their number doubles."""
+    async with dataflow_door(tmp_path) as door:
+        joins = {"node_id": "n", "boot_id": "b", "capacity": 1, "policies": [POLICY]}
+        assert (await door.call("POST", "/v1/nodes", Role.ROLLOUT, body=joins)).is_success
+        forged: Record = {
+            "node_id": "n",
+            "boot_id": "b",
+            "deliveries": [],
+            "released": {"p0-1.0.1": "x"},
+        }
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(64):
+                answer = await door.call("POST", "/v1/trajectories", Role.ROLLOUT, body=forged)
+                assert answer.json()["results"][0]["status"] == "fenced", answer.text
+        assert 1 <= len([line for line in lines if "secret" in line["event"]]) <= 7

@@ -6,8 +6,9 @@ shows that it is the registered process or holds the lease."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -56,6 +57,8 @@ class NodeRoutes:
     quotas: NodeQuotas
     partitions: Callable[[], tuple[PartitionAddress, ...]] = tuple
     """Additional partitions for a node."""
+    num_refused: Counter[str] = field(default_factory=Counter[str])
+    """Calls with results without the secret of their lease, by subject."""
 
     @route("POST", "/v1/nodes", NODES, shares_budget=True)
     async def register(self, call: Call, body: RegisterRequest) -> RegisterAnswer:
@@ -126,11 +129,15 @@ class NodeRoutes:
         if proven is body:
             return answer
         given = [*(delivery.row_id for delivery in body.deliveries), *body.released]
-        log.warning(
-            "results without the secret of their lease refused",
-            node=body.node_id,
-            num_rows=len(given) - len(answer.results),
-        )
+        self.num_refused[call.credential.subject] += 1
+        refused = self.num_refused[call.credential.subject]
+        if refused.bit_count() == 1:  # each time that their number doubles
+            log.warning(
+                "results without the secret of their lease refused",
+                node=body.node_id,
+                num_rows=len(given) - len(answer.results),
+                num_calls=refused,
+            )
         return replace(answer, results=_in_order(given, proven, answer))
 
     def _require(self, credential: Credential, node_id: NodeId) -> None:
