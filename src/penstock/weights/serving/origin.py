@@ -141,7 +141,7 @@ class Origin:
         task = self._jobs.start(name, lambda: self._run(work))
         done, _ = await asyncio.wait([task], timeout=JOB_WAIT_S)
         for ended in done:
-            ended.result()
+            await ended  # raises its error
         return bool(done)
 
     async def _run(self, work: Callable[[], object]) -> None:
