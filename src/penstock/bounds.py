@@ -8,13 +8,14 @@ of lengths and numbers; a pattern costs ten times as much, so only fields of a r
 from __future__ import annotations
 
 import re
-import sys
 from typing import Annotated
 
 from msgspec import Meta
 
 MAX_INT = (1 << 63) - 1
 """Largest integer that a ledger can store."""
+MAX_FINITE = 1e300
+"""Of a number: sums of millions of these are finite, so a ledger can store them, too."""
 MAX_REWARD = 1e9
 MAX_TURNS = 4096
 MAX_TOKENS = 4_000_000
@@ -50,7 +51,7 @@ TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 TokenSquares = Annotated[int, Meta(ge=0, le=MAX_TOKENS**2)]
 """Sum of the squares of numbers that add up to a TokenCount."""
 Int64 = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Finite = Annotated[float, Meta(ge=-MAX_FINITE, le=MAX_FINITE)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Moment = Annotated[float, Meta(ge=0, le=1e10)]
 """Seconds since 1970, until 2286: calendars and traces have no other times."""

@@ -562,21 +562,23 @@ async def test_a_partition_reports_only_its_own_groups(what: str, tmp_path: Path
         assert answer.json()["received"] == 0
 
 
-COUNTS: dict[str, dict[str, Any]] = {
+NUMBERS: dict[str, dict[str, Any]] = {
     "sampled tokens": {"sampled": {POLICY: 1 << 62}},
     "tokens of a role": {"roles": {POLICY: {"": 1 << 62}}},
     "lengths of samples": {"compute_cost": {POLICY: (1 << 62, 1)}},
     "squares of lengths": {"compute_cost": {POLICY: (1, 1 << 62)}},
+    "rewards": {"values": {"reward.a": 1.7e308, "reward.b": 1.7e308}},
 }
 
 
 @pytest.mark.finding(16)
-@pytest.mark.parametrize("what", COUNTS)
-async def test_no_row_of_a_partition_has_more_tokens_than_a_row_can_have(
+@pytest.mark.parametrize("what", NUMBERS)
+async def test_no_row_of_a_partition_has_numbers_whose_sum_cannot_be_stored(
     what: str, tmp_path: Path
 ) -> None:
-    """Each number is one that a ledger stores, and their sum is none: it would end the service."""
-    row = msgspec.structs.replace(summary_of("p1-1.0.1"), **COUNTS[what])
+    """Each is one that a ledger stores, and their sum is none: it ended the service, or, a mean
+    that is no number, each start after it."""
+    row = msgspec.structs.replace(summary_of("p1-1.0.1"), **NUMBERS[what])
     report = GroupEnded(group_id=GroupId("p1-1"), policies=(), rows=(row,))
     async with dataflow_door(tmp_path) as door:
         assert await join(door, 1, "partition-1") == 200
@@ -587,6 +589,20 @@ async def test_no_row_of_a_partition_has_more_tokens_than_a_row_can_have(
         body["messages"] = []
         answer = await door.call("POST", "/v1/partitions/1/messages", body=body)
         assert answer.json()["received"] == 0
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308])
+async def test_a_stage_writes_no_number_whose_sum_cannot_be_stored(
+    value: float, tmp_path: Path
+) -> None:
+    """The honest partition would pass it on."""
+    async with dataflow_door(tmp_path) as door:
+        terms = {"reads": ["turns"], "writes": ["x"]}
+        assert (await door.call("PUT", "/v1/readers/mine", Role.STAGE, body=terms)).is_success
+        result = {"claim": {"row_id": "k", "arrival": 1, "epoch": 1}, "columns": {"x": value}}
+        body = {"reader": "mine", "worker": "w", "results": [result]}
+        answer = await door.call("PUT", "/v1/rows/columns", Role.STAGE, body=body)
+        assert answer.status_code == 400 and "finite number" in answer.text
 
 
 @pytest.mark.finding(16)

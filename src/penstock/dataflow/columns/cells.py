@@ -5,8 +5,8 @@ Knows nothing about storage."""
 
 from __future__ import annotations
 
-import math
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,10 +47,11 @@ def check_column(name: str) -> None:
         raise BadRequest(f"column name {name!r} has a NUL; choose another name")
 
 
-def require_finite(name: str, value: float) -> float:
-    if not math.isfinite(value):
+def require_finite(name: str, value: float, most: float = sys.float_info.max) -> float:
+    if not abs(value) <= most:
         raise BadRequest(
-            f"column {name!r} is {value}; send a finite number or mark the column as failed"
+            f"column {name!r} is {value}; send a finite number up to {most:g}, or mark the column "
+            "as failed"
         )
     return float(value)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
+from penstock.bounds import MAX_FINITE
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.columns.bundles import BlobLike, BundleDraft, drafts
 from penstock.dataflow.columns.cells import (
@@ -225,7 +226,7 @@ class RowService:
             return bytes_cell(name, value)
         if isinstance(value, BlobRef):
             return self._blob_cell(name, value)
-        return number_cell(name, require_finite(name, value))
+        return number_cell(name, require_finite(name, value, MAX_FINITE))
 
     def _blob_cell(self, name: str, blob: BlobLike) -> Cell:
         size = self.blobs.claim(blob.digest)
