@@ -5,6 +5,7 @@ lines and unclosed boxes. Limits are CPU time; the quadratic expressions of befo
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,54 @@ def test_no_answer_holds_up_its_scorer(scorer: str, answer: str) -> None:
     began = time.process_time()
     assert SCORES[scorer](ANSWERS[answer]) == 0.0
     assert time.process_time() - began < CPU_S
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"so $(x+y)^{9}$ hence $(x+y)^{8}\%$",
+        r"\boxed{(x+y)^{9}\%}",
+    ],
+)
+def test_an_answer_has_one_budget_whatever_it_is_compared_with(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each comparison had five seconds: a row of two formulas and a percent sign took twelve."""
+    limits: list[float] = []
+    compared: list[str] = []
+    real_timer, real_verify = signal.setitimer, vars(math)["_verify"]
+
+    def setitimer(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        limits.append(seconds)
+        return real_timer(which, seconds, interval)
+
+    def verify(wanted: str, found: str) -> bool:
+        compared.append(found)
+        return real_verify(wanted, found)
+
+    monkeypatch.setattr(signal, "setitimer", setitimer)
+    monkeypatch.setattr(math, "_verify", verify)
+    assert math.score(answer, "42") == 0.0
+    assert len(compared) > 1
+    assert limits == [math.MAX_CPU_S, 0]
+
+
+def test_an_answer_that_has_used_its_budget_is_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[str] = []
+
+    def verify(wanted: str, found: str) -> bool:
+        compared.append(found)
+        began = time.process_time()
+        while time.process_time() - began < 1.0:
+            pass
+        return False
+
+    monkeypatch.setattr(math, "MAX_CPU_S", 0.01)
+    monkeypatch.setattr(math, "_verify", verify)
+    assert math.score(r"\boxed{7\%}", "42") == 0.0
+    assert len(compared) == 1
 
 
 def test_empty_lines_do_not_hold_up_the_search_for_a_function() -> None:

@@ -26,9 +26,9 @@ MAX_DIGITS = 300
 MAX_DEPTH = 30
 MAX_EXPONENT = 10_000
 MAX_FACTORIAL = 1_000
-MAX_CPU_S = 5.0
-"""CPU time of one comparison. Only a main thread can be interrupted; reward processes call their
-function there."""
+MAX_CPU_S = 2.0
+"""CPU time of an answer, over all comparisons of it. Only a main thread can be interrupted; reward
+processes call their function there."""
 
 _REASON = re.compile(
     r"[,;.]?(?<!\s)\s+(?:since|because|as|which|where|so that|when)\b.*", re.I | re.S
@@ -50,7 +50,12 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.]
 def score(answer: str, expected: str | float) -> float:
     """1.0 if the final answer equals the expected one."""
     wanted = _prepared(str(expected))
-    return float(any(_is_right(wanted, _prepared(claim)) for claim in _claims(answer)))
+    _library()  # its import is interrupted by nothing
+    try:
+        with _interrupted():
+            return float(any(_is_right(wanted, _prepared(claim)) for claim in _claims(answer)))
+    except _TooLong:
+        return 0.0
 
 
 def reward(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
@@ -123,14 +128,10 @@ def _depth(text: str) -> int:
 
 def _verify(wanted: str, found: str) -> bool:
     library = _library()
-    try:
-        with _interrupted():
-            golds, targets = _parse(library, wanted), _parse(library, found)
-            if not (golds and targets):
-                return False
-            return bool(library.verify(golds, targets, timeout_seconds=None))
-    except _TooLong:
+    golds, targets = _parse(library, wanted), _parse(library, found)
+    if not (golds and targets):
         return False
+    return bool(library.verify(golds, targets, timeout_seconds=None))
 
 
 def _parse(library: Any, text: str) -> list[Any]:
