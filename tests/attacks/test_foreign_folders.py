@@ -7,9 +7,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import resource
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -499,3 +501,28 @@ def test_files_beside_the_tensors_are_no_links_and_have_an_end(
     is_complete = copy_small_files(DirectoryStore(evil.weights), policy, target)
     assert is_complete is (kind == "long"), "a long file is left out, as tensors are"
     assert [path.name for path in target.iterdir()] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"? &k {'1' * 400_000}\n: 1\n" + "? *k\n: 1\n" * 2_000,
+        f'? &k "{"Q" * 400_000}"\n: 1\n' + "? *k\n: 1\n" * 2_000,
+        f'sources:\n- {{? &k "{"Q" * 400_000}" : 1}}\n' + "- {*k : 1}\n" * 2_000,
+        f'sources:\n- {{? &k "{"Q" * 256}" : 1}}\n' + "- {*k : 1}\n" * 2_000,
+    ],
+    ids=["no text", "again", "unknown", "many"],
+)
+def test_a_key_that_is_named_again_and_again_is_said_once(own: RunFolder, text: str) -> None:
+    """0.4 MB with 2,000 aliases took gigabytes, and minutes."""
+    own.config_file.write_text(text)
+    before, started = peak_mb(), time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        own.read_config()
+    assert len(str(caught.value)) < 200_000
+    assert peak_mb() - before < 100
+    assert time.process_time() - started < 10
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -20,7 +20,7 @@ from penstock.config.base import leaves
 from penstock.config.error_messages import ConfigProblem, path_text, problems_of
 from penstock.config.resolved import put_back, set_aside
 from penstock.config.run import RunConfig
-from penstock.config.yaml_positions import KeyPositions, locate_keys
+from penstock.config.yaml_positions import MAX_PROBLEMS, KeyPositions, locate_keys
 from penstock.durable import open_regular
 from penstock.errors import ConfigError
 from penstock.options import KeyPath
@@ -94,7 +94,10 @@ class _ErrorReport:
         return path in self.positions.lines or any(o.covers(path) for o in self.overrides)
 
     def fail(self) -> NoReturn:
-        unique = dict.fromkeys(text for _, text in sorted(self.lines, key=lambda line: line[0]))
+        ordered = sorted(self.lines, key=lambda line: line[0])
+        unique = [*dict.fromkeys(text for _, text in ordered)]
+        if len(unique) > MAX_PROBLEMS:
+            unique[MAX_PROBLEMS:] = [f"and {len(unique) - MAX_PROBLEMS} more mistakes"]
         raise ConfigError("\n".join(unique)) from None
 
 

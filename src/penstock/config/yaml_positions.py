@@ -21,6 +21,10 @@ MAX_NODES = 10_000
 OmegaConf takes no more."""
 MAX_CHARS = 1 << 20
 """Longest text of all scalars, after expanding aliases."""
+MAX_KEY_CHARS = 256
+"""Longest key: each message about what is below repeats it, and an alias may repeat it, too."""
+MAX_PROBLEMS = 100
+"""So many are enough to mend a file; a walk ends there."""
 MAX_NUMBER_CHARS = 128
 """Longest number: to write out one of millions of digits takes minutes, or fails."""
 
@@ -159,7 +163,7 @@ class _NodeVisitor:
             self._refuse(node, path, "refers to itself; write the value out")
         elif len(ancestors) > MAX_DEPTH or self.num_nodes == MAX_NODES:
             self._refuse(node, path, "too deep or too large for a run file")
-        elif self.num_nodes > MAX_NODES:
+        elif self.num_nodes > MAX_NODES or len(self.problems) >= MAX_PROBLEMS:
             return
         elif isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
@@ -188,8 +192,12 @@ class _NodeVisitor:
     ) -> None:
         for key, value in node.value:
             line = key.start_mark.line + 1
+            if len(self.problems) >= MAX_PROBLEMS:
+                return
             if key.tag == _MERGE:
                 self.visit(value, (*path, "<<"), (*ancestors, node))
+            elif len(key.value) > MAX_KEY_CHARS:
+                self._refuse(key, path, f"a key is longer than {MAX_KEY_CHARS} characters")
             elif not isinstance(key, yaml.ScalarNode) or not _is_text(key):
                 written = key.value if isinstance(key, yaml.ScalarNode) else "this key"
                 self._refuse(key, path, f"{written} is not text; put quotes around the key")
