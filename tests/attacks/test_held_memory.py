@@ -12,7 +12,12 @@ import pytest
 from blake3 import blake3
 from starlette.applications import Starlette
 from tests.attacks.in_process import dataflow_door
+from tests.sim.reader_world import rollout_row
 
+from penstock.dataflow.core.completion import ColumnCompleted, Completion, RequiredColumns
+from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy
+from penstock.dataflow.core.messages import GroupEnded, ToCoordinator
+from penstock.types import GroupId, PolicyName, RowId
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.call_budget import CALL_BYTES, MAX_BYTES
 from penstock.wire.routes import Call, Health, RawResponse, Route
@@ -208,3 +213,49 @@ async def test_downloads_of_one_credential_have_few_files_open(tmp_path: Path) -
         is_read.set()
         await asyncio.gather(*calls)
         assert num_started == 2 * MAX_DOWNLOADS, "all had their turn"
+
+
+class HeldColumns:
+    """Two groups of a run whose policy needs `score`: `p0-1` is open, `p0-2` was freed."""
+
+    def __init__(self, need: RequiredColumns) -> None:
+        self.sent: list[ToCoordinator] = []
+        closing = ClosingPolicy(kind=ClosingKind.COMPLETE)
+        needs = {PolicyName("main"): need}
+        self.completion = Completion(needs, closing, lambda record: None, self.sent.append)
+        self.open_groups = {GroupId("p0-1")}
+
+    def write(self, row_id: str, *names: str) -> None:
+        events = (
+            ColumnCompleted(row_id=RowId(row_id), name=name, failed="", value=1.0, digest="")
+            for name in names
+        )
+        self.completion.completed(events, self.open_groups, 1.0)
+
+    def end(self) -> None:
+        self.open_groups.clear()
+        row = rollout_row(RowId("p0-1.0.1"), 1, 1.0, None).summary
+        self.completion.report(GroupEnded(group_id=GroupId("p0-1"), policies=(), rows=(row,)), 1.0)
+
+    @property
+    def num_held(self) -> int:
+        return sum(map(len, self.completion._completed.values()))  # pyright: ignore[reportPrivateUsage]
+
+
+def test_only_columns_that_a_policy_waits_for_are_held() -> None:
+    """Each column of each row was, for ever: 25 MB for a call of 1 MB of a stage."""
+    nothing = HeldColumns(RequiredColumns())
+    nothing.write("p0-1.0.1", "score")
+    assert not nothing.num_held
+    held = HeldColumns(RequiredColumns(judge=frozenset({"score"})))
+    for number in range(10):
+        held.write("p0-1.0.1", f"score@{number}", "other")
+        held.write("p0-2.0.1", "score")
+    assert not held.num_held
+    held.write("p0-1.0.1", "score")
+    held.end()
+    [report] = held.sent
+    assert report.rows[0].values == {"score": 1.0}, "written before the group ended"
+    held.completion.forget([GroupId("p0-1")])
+    held.write("p0-1.0.1", "score")
+    assert not held.num_held

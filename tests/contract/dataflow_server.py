@@ -154,7 +154,11 @@ def partition(
 
 
 def trajectory(
-    grant: Grant, node_id: NodeId, live: LiveVersion, reward: float = 0.5, boot_id: str = ""
+    grant: Grant,
+    node_id: NodeId,
+    live: LiveVersion,
+    reward: float | None = 0.5,
+    boot_id: str = "",
 ) -> Delivery:
     row_id = RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
     record = Trajectory(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,15 @@ import pytest
 from blake3 import blake3
 from tests.contract.dataflow_server import POLICY, small_config, trajectory
 
-from penstock.config import RuleConfig
-from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, RegisterRequest
+from penstock.config import RuleConfig, StageConfig
+from penstock.dataflow.columns.row_leases import LeasedRow, LeaseOutcome
+from penstock.dataflow.core.leasing import (
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.records import Record
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
@@ -24,6 +32,7 @@ from penstock.dataflow.service.nodes.messages import (
     LeaseRequest,
 )
 from penstock.dataflow.service.operators.status import status
+from penstock.dataflow.service.rows.messages import ResultsRequest, RowLeaseRequest, RowResult
 from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     IncarnationRequest,
@@ -127,4 +136,37 @@ async def test_the_wait_for_a_live_node_counts_from_the_last_one(tmp_path: Path)
     service.process.clock = lambda: began_at + 107.0
     waits = {wait.on: wait.since_s for wait in status(service, "r").waiting}
     assert waits["a live rollout node"] == pytest.approx(7.0, abs=0.2)
+    service.close()
+
+
+async def test_a_column_that_comes_with_the_last_row_of_its_group_counts(tmp_path: Path) -> None:
+    """In the very turn in which the group ends, it is neither open nor reported yet."""
+    stage = StageConfig(name="reward", reads=("turns",), writes=("reward",), ttl_s=60.0)
+    config = small_config(groups_per_batch=1, num_generations=2)
+    flow = config.dataflow.model_copy(update={"stages": (stage,)})
+    service = build(config.model_copy(update={"dataflow": flow, "reward": None}), tmp_path)
+    ask = RowLeaseRequest(request_id="a", worker="w", max_rows=1, wait_s=0.0)
+    await service.rows.lease("reward", ask)  # a policy whose stage has no worker gets no work
+    await start(service)
+    await service.tick()
+    first, last = (await service.nodes.lease(replace(lease("a"), max_slots=2))).grants
+    assert first.group_id == last.group_id
+
+    async def deliver(grant: Grant) -> None:
+        row = trajectory(grant, NODE, LIVE, reward=None)
+        await service.nodes.deliver(DeliveryRequest(node_id=NODE, boot_id="s", deliveries=(row,)))
+
+    async def score(leased: LeasedRow) -> None:
+        result = RowResult(claim=leased.claim, columns={"reward": 1.0}, end=LeaseOutcome.DONE)
+        await service.rows.record(ResultsRequest(reader="reward", worker="w", results=(result,)))
+
+    async def next_row(request_id: str) -> LeasedRow:
+        return (await service.rows.lease("reward", replace(ask, request_id=request_id))).rows[0]
+
+    await deliver(first)
+    row = await next_row("b")
+    await asyncio.gather(deliver(last), score(row))
+    await score(await next_row("c"))
+    batch = await service.trainers.batch(BatchRequest(consumer=POLICY, seq=1, incarnation=1))
+    assert batch.manifest is not None and len([*batch.manifest.rows]) == 2
     service.close()

@@ -198,7 +198,7 @@ class SimProcess:
         completed = ColumnCompleted(
             row_id=row_id, name=name, failed=failed, value=record.value, digest=record.digest
         )
-        self.host.completion.completed([completed], now)
+        self.host.completion.completed([completed], self.host.partition.groups, now)
 
 
 class CoordinatorProcess(SimProcess):

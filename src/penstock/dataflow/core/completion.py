@@ -9,7 +9,7 @@ delays no other policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -73,7 +73,9 @@ class Completion:
             REWARD in need.judge and not need.is_scored_by_nodes for need in needs.values()
         )
         """Rows of trusted nodes arrive with their reward; no stage writes it."""
-        self.is_needed = any(need.judge or need.train for need in needs.values())
+        self.names = frozenset(name for need in needs.values() for name in need.judge | need.train)
+        """Columns that some policy needs; others are not kept here."""
+        self.is_needed = bool(self.names)
         self._closing = closing
         self._journal = journal
         self._send = send
@@ -97,10 +99,18 @@ class Completion:
             self._move(report.group_id, waiting, policy, Stage.JUDGING, now)
         self._advance(report.group_id, now)
 
-    def completed(self, events: Iterable[ColumnCompleted], now: float) -> None:
+    def completed(
+        self, events: Iterable[ColumnCompleted], open_groups: Container[GroupId], now: float
+    ) -> None:
+        """Columns may come before their group ends; columns of groups that are final change
+        nothing."""
         for event in events:
-            self._completed.setdefault(event.row_id, {})[event.name] = event
+            if event.name not in self.names:
+                continue
             group_id = self._group_of.get(event.row_id)
+            if group_id is None and GroupId(event.row_id.partition(".")[0]) not in open_groups:
+                continue
+            self._completed.setdefault(event.row_id, {})[event.name] = event
             if group_id is not None:
                 self._advance(group_id, now)
 

@@ -83,9 +83,11 @@ class PartitionRuntime:
                 self._moved(message, now)
 
     def apply_completed_columns(self, now: float) -> None:
-        """Pass the columns that stages have written to the groups that wait for them."""
+        """Pass the columns that stages have written to the groups that wait for them. Call it
+        after the reports of groups that ended, which are open no more."""
         if self._row_window is not None:
-            self.completion.completed(self._row_window.pop_completed(), now)
+            events = self._row_window.pop_completed()
+            self.completion.completed(events, self.partition.groups, now)
 
     def _moved(self, message: IncarnationStarted | Committed | Published, now: float) -> None:
         """Apply a change of a policy's lineage, unless a coordinator in this process already

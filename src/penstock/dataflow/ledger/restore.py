@@ -112,7 +112,8 @@ def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
             row_ids.append(row.row_id)
             if group_id in waiting and Outcome(kind=row.summary.outcome).has_reward:
                 rows[group_id].append(row)
-    columns = tables.read(ColumnRecord, "space = 'train' AND row_id IN :ids", ids=row_ids)
+    where = "space = 'train' AND row_id IN :ids AND name IN :names"
+    columns = tables.read(ColumnRecord, where, ids=row_ids, names=sorted(host.completion.names))
     host.completion.restore(
         {
             group_id: tuple(row.summary for row in sorted(rows[group_id], key=lambda r: r.slot))

@@ -198,8 +198,10 @@ class DataflowService:
         if not self.is_restored.is_set():
             return
         self.process.run_deferred()
+        has_run = self.router.run(now)
         self.host.apply_completed_columns(now)
-        if not self.router.run(now) and not self._may_issue:
+        has_run = self.router.run(now) or has_run
+        if not has_run and not self._may_issue:
             return  # no group ended and no policy advanced, so the room is unchanged
         self._may_issue = False
         if self.coordinator.is_trained:

@@ -77,6 +77,7 @@ class PartitionService:
             await self._coordinator.close()
 
     def _on_command(self, now: float) -> None:
+        self._router.run(now)
         self.host.apply_completed_columns(now)
         self._router.run(now)
 
