@@ -16,6 +16,7 @@ import pytest
 from tests.attacks.in_process import Door, dataflow_door
 from tests.contract.row_service import RowServiceHost
 
+from penstock.dataflow.client.rows import _parts  # pyright: ignore[reportPrivateUsage]
 from penstock.dataflow.columns import reading, row_window
 from penstock.dataflow.columns.bundles import (
     BlobLike,
@@ -48,6 +49,7 @@ from penstock.dataflow.service.rows.messages import (
     RowResult,
 )
 from penstock.dataflow.service.rows.routes import row_routes
+from penstock.errors import BadRequest
 from penstock.types import RowId
 from penstock.wire.auth import Role
 from penstock.wire.codec import JSON, encode, encode_json
@@ -170,7 +172,7 @@ async def test_columns_that_a_reader_does_not_write_become_no_cells(
     """A token that may only read had four million cells hashed, and each refused with a text."""
     async with dataflow_door(tmp_path) as door:
         await door.call("PUT", "/v1/readers/mine", Role.READER, body={"reads": ["turns"]})
-        status, text = await record(door, Role.READER, 60, NUMBERS)
+        status, text = await record(door, Role.READER, 8, NUMBERS)
         assert status == 400 and "may not write column '0'" in text, text[:200]
         assert not num_cells and len(text) < 1000
 
@@ -202,14 +204,38 @@ async def test_the_columns_of_one_call_are_bounded(tmp_path: Path, num_cells: li
     async with dataflow_door(tmp_path) as door:
         body = {"reads": ["turns"], "writes": ["x"]}
         await door.call("PUT", "/v1/readers/mine", Role.STAGE, body=body)
-        status, text = await record(door, Role.STAGE, 65, versions)
-        assert status == 400 and "send fewer rows" in text, text[:200]
+        for num_results in (9, 65):  # each result's columns are records of their own
+            status, text = await record(door, Role.STAGE, num_results, versions)
+            assert status == 400 and "send fewer rows" in text, text[:200]
         rows = [{"key": f"k{number}", "columns": NUMBERS} for number in range(65)]
         answer = await door.call("POST", "/v1/spaces/s/rows", Role.STAGE, body={"rows": rows})
         assert answer.status_code == 400 and "send fewer rows" in answer.text, answer.text[:200]
         assert not num_cells
         answer = await door.call("POST", "/v1/spaces/s/rows", Role.STAGE, body={"rows": rows[:64]})
         assert answer.status_code == 200, answer.text[:200]
+
+
+async def test_the_columns_that_become_records_are_bounded(tmp_path: Path) -> None:
+    """Of rows that exist, and of blobs: 64,000 of them took two seconds of the event loop."""
+    async with row_service(tmp_path) as host:
+        rows = tuple(PutRow(key=RowId(f"k{number}"), columns=NUMBERS) for number in range(9))
+        await host.rows.put("s", PutRequest(rows=rows), "w")
+        with pytest.raises(BadRequest, match="put fewer rows"):
+            await host.rows.put("s", PutRequest(rows=rows), "w")
+        assert len((await host.rows.put("s", PutRequest(rows=rows[:8]), "w")).rejected) == 8_192
+        blobs = dict.fromkeys(NAMES, BlobRef(digest="d" * 64, size=1))
+        named: list[NewRow] = [(RowId(f"b{number}"), blobs) for number in range(9)]
+        with pytest.raises(BadRequest, match="put fewer rows"):
+            host.rows.spaces.put("s", [*drafts(named, one_blob)], "w", host.now)
+
+
+def test_the_client_splits_what_it_puts() -> None:
+    """As if all of its rows exist, and however wide each is."""
+    for num_columns in (1, 33, 1000, 1024):
+        rows = {f"k{n}": dict.fromkeys(NAMES[:num_columns], 1.0) for n in range(600)}
+        parts = [*_parts(rows)]
+        assert [key for part in parts for key, _, _ in part] == [*rows]
+        assert max(sum(len(row) for _, row, _ in part) for part in parts) <= 8_192
 
 
 async def test_many_columns_are_counted_before_they_are_read(tmp_path: Path) -> None:

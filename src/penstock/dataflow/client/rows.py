@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 from penstock.dataflow.client.blobs import INLINE_BYTES, get_blob, put_blob
 from penstock.dataflow.client.row_stream import ColumnValue, FetchedRow, RowReader
+from penstock.dataflow.columns.cells import MAX_WRITES
 from penstock.dataflow.columns.row_leases import ReaderRequest, RowTrigger
 from penstock.dataflow.columns.values import (
     BlobRef,
@@ -33,7 +34,6 @@ from penstock.dataflow.columns.values import (
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.rows.messages import (
-    MAX_CELLS,
     GetAnswer,
     GetRequest,
     PutAnswer,
@@ -50,7 +50,8 @@ from penstock.wire.held_token import Token
 T = TypeVar("T")
 ROWS_PER_CALL = 256
 CALL_BYTES = 2 << 20
-CALL_CELLS = MAX_CELLS // 2
+CALL_CELLS = MAX_WRITES // 2
+"""The last row of a call may have as many columns as a row can have."""
 MAX_CONCURRENT_CALLS = 4
 """Concurrent calls of one put or get; they may arrive out of order."""
 

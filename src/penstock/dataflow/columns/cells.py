@@ -19,6 +19,8 @@ from penstock.errors import BadRequest
 MAX_INLINE_BYTES = 1 << 20
 """Longer values are uploaded as blobs first; the column then stores the blob's digest."""
 MAX_DETAIL = 2_000
+MAX_WRITES = 8_192
+"""Columns of one call that become a record each; more would block the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ Owns quotas and keys. The space `train` holds the rollout rows and is read-only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from penstock.dataflow.column_records import ColumnRecord, SpaceRecord
 from penstock.dataflow.columns.bundles import BundleDraft, Values
-from penstock.dataflow.columns.cells import Cell, compare_write
+from penstock.dataflow.columns.cells import MAX_WRITES, Cell, compare_write
 from penstock.dataflow.columns.column_store import COLUMN_BYTES, Columns
 from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.values import ColumnStatus
@@ -54,6 +54,7 @@ class Spaces:
         rows = {key: values for draft in drafts for key, values in draft.rows}
         _check_rows(rows, drafts)
         row_positions = self._columns.row_positions(name, [*rows])
+        _require_few_writes(drafts, row_positions)
         cells = {
             key: draft.cells(key, values)
             for draft in (drafts if row_positions else ())
@@ -134,6 +135,19 @@ def check_name(name: str) -> None:
         raise BadRequest(
             f"invalid name {name[:128]!r}: expected 1 to 128 characters of [A-Za-z0-9._-], "
             "not starting with a dot"
+        )
+
+
+def _require_few_writes(drafts: Iterable[BundleDraft], existing: Container[RowId]) -> None:
+    num_writes = sum(
+        len(draft.names if key in existing else draft.single_cells.get(key, ()))
+        for draft in drafts
+        for key, _ in draft.rows
+    )
+    if num_writes > MAX_WRITES:
+        raise BadRequest(
+            f"{num_writes} columns of rows that exist or blobs in one call; at most {MAX_WRITES} "
+            "are allowed: put fewer rows in each call"
         )
 
 

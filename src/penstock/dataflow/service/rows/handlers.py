@@ -16,6 +16,7 @@ from penstock.bounds import MAX_FINITE
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.columns.bundles import BlobLike, BundleDraft, drafts
 from penstock.dataflow.columns.cells import (
+    MAX_WRITES,
     Cell,
     blob_cell,
     bytes_cell,
@@ -165,7 +166,7 @@ class RowService:
     async def record(self, body: ResultsRequest) -> ResultsAnswer:
         """Write the columns first, then end each lease."""
         columns = [(*result.columns, *result.failed) for result in body.results]
-        _check_count(len(columns), sum(map(len, columns)))
+        _check_count(len(columns), sum(map(len, columns)), MAX_WRITES)
         for names in columns:
             self.readers.require_writes(body.reader, names)
         cells = await self._in_thread(
@@ -306,11 +307,11 @@ def _check_lease(body: RowLeaseRequest) -> None:
         raise BadRequest(f"max_rows must be 1 to {MAX_ROWS}")
 
 
-def _check_count(num: int, num_cells: int = 0) -> None:
+def _check_count(num: int, num_cells: int = 0, max_cells: int = MAX_CELLS) -> None:
     if num > MAX_ROWS:
         raise BadRequest(f"{num} rows in one call; at most {MAX_ROWS} are allowed")
-    if num_cells > MAX_CELLS:
+    if num_cells > max_cells:
         raise BadRequest(
-            f"{num_cells} columns of {num} rows in one call; at most {MAX_CELLS} together are "
+            f"{num_cells} columns of {num} rows in one call; at most {max_cells} together are "
             "allowed: send fewer rows in each call"
         )
