@@ -17,6 +17,7 @@ from tests.attacks.in_process import Door, dataflow_door
 from tests.contract.row_service import RowServiceHost
 
 from penstock.dataflow.client.rows import _parts  # pyright: ignore[reportPrivateUsage]
+from penstock.dataflow.columns import pages as row_pages
 from penstock.dataflow.columns import reading, row_window
 from penstock.dataflow.columns.bundles import (
     BlobLike,
@@ -27,9 +28,15 @@ from penstock.dataflow.columns.bundles import (
     drafts,
 )
 from penstock.dataflow.columns.cells import Cell, blob_cell
-from penstock.dataflow.columns.pages import StoredRow
+from penstock.dataflow.columns.pages import Page
 from penstock.dataflow.columns.readers import Readers
-from penstock.dataflow.columns.row_leases import Claim, Reader, ReaderSpec
+from penstock.dataflow.columns.row_leases import (
+    Claim,
+    LeaseOutcome,
+    Reader,
+    ReaderSpec,
+    RowTrigger,
+)
 from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.values import BlobRef
 from penstock.dataflow.ledger import segments
@@ -273,7 +280,7 @@ async def test_rows_that_wait_do_not_make_a_reader_load_them_all_at_once(
     pages: list[str] = []
     real = row_window.load_page
 
-    def load_page(tables: Tables, reader: Reader, num: int) -> list[StoredRow]:
+    def load_page(tables: Tables, reader: Reader, num: int) -> Page:
         pages.append(reader.terms.name)
         return real(tables, reader, num)
 
@@ -292,6 +299,65 @@ async def test_rows_that_wait_do_not_make_a_reader_load_them_all_at_once(
         pages.clear()
         await host.rows.tick()
         assert 0 < len(pages) <= 8, "of all readers together"
+
+
+async def lease_all(host: RowServiceHost, name: str, arrivals_per_row: int = 1) -> list[str]:
+    """All rows that this reader gets in ten ticks. Each call looks at no more than four pages."""
+    page = row_pages.SCAN_ROWS * arrivals_per_row
+    reader, found = host.rows.readers.reader(name), list[str]()
+    for number in range(10):
+        before = reader.loaded_through
+        ask = RowLeaseRequest(request_id=f"{name}{number}", worker="w", max_rows=64, wait_s=0.0)
+        found += [row.claim.row_id for row in (await host.rows.lease(name, ask)).rows]
+        assert reader.loaded_through - before <= 4 * page
+        before = reader.loaded_through
+        await host.rows.tick()
+        assert reader.loaded_through - before <= 8 * page
+    return found
+
+
+@pytest.mark.parametrize("on", ["delivered", "admitted"])
+async def test_a_new_reader_skips_what_was_freed_in_small_steps(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query looked at all that the run ever freed, on the event loop: 96 small calls of a
+    token that may only read stalled it for eight of ten seconds."""
+    monkeypatch.setattr(row_pages, "SCAN_ROWS", 8)
+    async with row_service(tmp_path) as host:
+        await deliver_and_free(host, 200)
+        host.now += 1.0
+        for number in range(200, 210):
+            await host.deliver(f"p0-{number}.0.1", b"turns", 1.0)
+        await host.rows.declare(ReaderSpec(name="late", reads=("turns",), on=RowTrigger(on)))
+        await host.rows.tick()
+        host.rows.row_window.admitted([RowId(f"p0-{n}.0.1") for n in range(200, 210)], host.now)
+        await host.rows.tick()
+        assert await lease_all(host, "late") == [f"p0-{number}.0.1" for number in range(200, 210)]
+
+
+async def test_a_reader_skips_what_it_finished_in_small_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart: its cursor stands at the first row, which is under lease, and another row
+    behind 200 that are finished."""
+    monkeypatch.setattr(row_pages, "SCAN_ROWS", 8)
+    async with row_service(tmp_path) as host:
+        await host.rows.declare(ReaderSpec(name="mine", reads=("x",), space="s"))
+        keys = [RowId(f"k{number:03d}") for number in range(202)]
+        for key in keys:  # rows of another space lie between
+            for space in ("s", "other"):
+                row = PutRow(key=key, columns={"x": 1.0})
+                await host.rows.put(space, PutRequest(rows=(row,)), "w")
+        ask = RowLeaseRequest(request_id="r", worker="w", max_rows=201, wait_s=0.0)
+        leased = (await host.rows.lease("mine", ask)).rows
+        results = [RowResult(claim=row.claim, end=LeaseOutcome.DONE) for row in leased[1:]]
+        body = ResultsRequest(reader="mine", worker="w", results=tuple(results))
+        await host.rows.record(body)
+        await host.rows.tick()
+    async with row_service(tmp_path) as host:
+        reader = host.rows.readers.reader("mine")
+        assert [*reader.leased] == keys[:1] and reader.loaded_through <= 64
+        assert await lease_all(host, "mine", arrivals_per_row=2) == keys[-1:]
 
 
 async def test_readers_share_the_memory_for_rows_that_wait(tmp_path: Path) -> None:

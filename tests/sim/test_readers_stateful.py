@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.sim.reader_world import ReaderWorld, no_blobs
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord, RowLeaseRecord
-from penstock.dataflow.columns import row_window as row_window
+from penstock.dataflow.columns import pages, row_window
 from penstock.dataflow.columns.bundles import Bundle, drafts
 from penstock.dataflow.columns.cells import number_cell
 from penstock.dataflow.columns.row_leases import (
@@ -513,6 +513,7 @@ class ReadersMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def tiny_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_window, "PAGE_ROWS", 2)
+    monkeypatch.setattr(pages, "SCAN_ROWS", 3)
     monkeypatch.setattr(row_window, "REFILL_BELOW", 1)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a reader's unfinished rows from disk, one page at a time in arrival order, and the readers'
-saved state after a restart. Reads tables only."""
+saved state after a restart. Reads tables only.
+
+A page looks at no more than SCAN_ROWS rows: it may be empty although unfinished rows follow."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,11 +21,15 @@ from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import FORGOTTEN_PREFIX
 from penstock.types import RowId
 
+SCAN_ROWS = 4_096
+"""Rows that one page looks at: most may be finished, or freed before the reader existed."""
+_END = 1 << 62
+_TABLES = ("rows", "items")
 _LEASE_COLUMNS = "t.epoch, t.attempt, t.worker, t.request_id, t.state, t.error"
 _UNFINISHED = (
     "LEFT JOIN row_leases t ON t.reader = :reader AND t.row_id = r.row_id AND t.arrival = "
     "r.arrival "
-    "WHERE r.space = :space AND r.arrival > :after "
+    "WHERE r.space = :space AND r.arrival > :after AND r.arrival <= :through "
     "AND (t.state IS NULL OR t.state IN ('leased', 'waiting'))"
 )
 _UNSCORED, _SCORED = f'["{TURNS}"]', f'["{TURNS}", "{REWARD}"]'
@@ -45,6 +51,10 @@ ITEMS = (
     f"LEFT JOIN bundles b ON b.space = r.space AND b.arrival = r.bundle {_UNFINISHED} "
     "ORDER BY r.arrival LIMIT :num"
 )
+THROUGH = (
+    "SELECT arrival FROM {table} WHERE space = :space AND arrival > :after ORDER BY arrival "
+    "LIMIT 1 OFFSET :num"
+)
 SPACES = "SELECT name FROM spaces UNION SELECT space FROM readers"
 NEWEST = "SELECT arrival FROM {table} WHERE space = :space ORDER BY arrival DESC LIMIT 1"
 HELD = "SELECT reader, max(arrival) FROM row_leases WHERE state = 'leased' GROUP BY reader"
@@ -63,6 +73,12 @@ class StoredRow:
     """That lease has not ended."""
 
 
+class Page(NamedTuple):
+    rows: list[StoredRow]
+    through: int
+    """Unfinished rows up to this arrival are in this page or earlier ones; 0 for the last page."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedReaders:
     """The readers' state as of the last shutdown or crash."""
@@ -74,14 +90,21 @@ class SavedReaders:
     """Arrival of the newest row under lease, by reader."""
 
 
-def load_page(tables: Tables, reader: Reader, num: int) -> list[StoredRow]:
+def load_page(tables: Tables, reader: Reader, num: int) -> Page:
     """The next rows that this reader has not finished, in order of arrival."""
-    terms, after = reader.terms, reader.loaded_through
-    values = {"reader": terms.name, "space": terms.space, "after": after, "num": num}
+    terms = reader.terms
+    values: dict[str, Any] = {"space": terms.space, "after": reader.loaded_through}
+    # Rows become durable in order of arrival, so all up to this one are in the tables.
+    ends = (tables.scalar(THROUGH.format(table=t), num=SCAN_ROWS - 1, **values) for t in _TABLES)
+    through = min([int(end) for end in ends if end is not None], default=_END)
+    values |= {"reader": terms.name, "through": through, "num": num}
     only_rows = {"declared_at": reader.declared_at, "on": terms.on.value}
     rows = tables.rows(ROWS, **values, **only_rows)
     found = [_stored_row(row) for row in (*rows, *tables.rows(ITEMS, **values))]
-    return sorted(found, key=attrgetter("arrival"))[:num]
+    found = sorted(found, key=attrgetter("arrival"))[:num]
+    if len(found) == num:
+        return Page(found, found[-1].arrival)
+    return Page(found, 0 if through == _END else through)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,5 +140,5 @@ def load_saved_readers(tables: Tables) -> SavedReaders:
 
 
 def _newest(tables: Tables, space: str) -> int:
-    found = (tables.scalar(NEWEST.format(table=t), space=space) for t in ("rows", "items"))
+    found = (tables.scalar(NEWEST.format(table=t), space=space) for t in _TABLES)
     return max(int(arrival or 0) for arrival in found)

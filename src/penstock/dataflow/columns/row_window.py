@@ -231,13 +231,12 @@ class RowWindow:
     def _load_page(self, reader: Reader, now: float) -> bool:
         """Load one page; returns False if it was the last one on disk."""
         terms = reader.terms
-        rows = load_page(self._tables, reader, PAGE_ROWS)
-        is_last = len(rows) < PAGE_ROWS
-        if rows:
-            reader.loaded_through = rows[-1].arrival
+        rows, through = load_page(self._tables, reader, PAGE_ROWS)
+        is_last = not through
         if is_last:
             on_disk = min(self.durable_through, self._newest[terms.space])
-            reader.loaded_through = max(reader.loaded_through, on_disk)
+            through = max([on_disk, *(row.arrival for row in rows[-1:])])
+        reader.loaded_through = max(reader.loaded_through, through)
         rows = [row for row in rows if not self.columns.is_deleted(terms.space, row.row_id)]
         names = (*terms.inputs, *terms.writes)
         single_columns = self.columns.single_columns(
