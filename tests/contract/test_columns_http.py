@@ -25,6 +25,7 @@ from tests.contract.row_service import (
 
 from penstock.dataflow.client.row_stream import RowReader
 from penstock.dataflow.client.rows import RowsClient
+from penstock.dataflow.columns import column_store
 from penstock.dataflow.columns.bundles import INLINE_BYTES
 from penstock.dataflow.columns.values import BlobRef
 from penstock.dataflow.ledger.segments import segment_path
@@ -34,7 +35,7 @@ from penstock.dataflow.service.rows.messages import (
     PutRequest,
     PutRow,
 )
-from penstock.errors import BadRequest, Conflict, Forbidden, NotFound, Unreachable
+from penstock.errors import BadRequest, Conflict, Forbidden, NotFound, TooLarge, Unreachable
 from penstock.types import RowId
 from penstock.wire.auth import Role
 
@@ -69,6 +70,25 @@ async def test_rows_by_key(tmp_path: Path) -> None:
             await client.clear("eval")
             assert await client.get("eval", ["k1"]) == {}
             assert (await client.get("other", ["k1"]))["k1"].columns == {"text": b"mine"}
+
+
+async def test_rows_of_too_many_bundles_are_put_in_several_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column_store, "LOOKUP_BYTES", 1000)
+    with running_row_service(tmp_path) as running:
+        async with running.client() as client:
+            for n in range(40):
+                await client.put("eval", {f"k{n}": {"x": 1.0}})
+            added = {f"k{n}": {"y": float(n)} for n in range(40)}
+            assert await client.put("eval", added) == []
+            found = await client.get("eval", [*added])
+            assert {key: row.columns for key, row in found.items()} == {
+                key: {"x": 1.0, **row} for key, row in added.items()
+            }
+            monkeypatch.setattr(column_store, "LOOKUP_BYTES", 10)
+            with pytest.raises(TooLarge, match="fewer rows"):
+                await client.put("eval", {"k0": {"z": 1.0}})
 
 
 async def test_a_quota_stops_puts_and_names_the_fix(tmp_path: Path) -> None:

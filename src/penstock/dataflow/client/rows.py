@@ -105,7 +105,14 @@ class RowsClient:
             for key, row, is_long in part
         ]
         body = PutRequest(rows=tuple(made))
-        return (await self.call("POST", _space(space, "/rows"), body, PutAnswer)).rejected
+        try:
+            return (await self.call("POST", _space(space, "/rows"), body, PutAnswer)).rejected
+        except TooLarge:  # they exist, each in another bundle
+            if len(part) == 1:
+                raise
+        middle = len(part) // 2
+        first = await self._put(space, part[:middle])
+        return [*first, *await self._put(space, part[middle:])]
 
     async def get(
         self, space: str, keys: Sequence[str], columns: Sequence[str] = ()

@@ -32,7 +32,7 @@ from penstock.types import RowId
 from penstock.wire.codec import decode, encode
 
 BUNDLE_BYTES = 256 << 10
-"""Maximum size of a bundle's values: reading one row reads the full bundle."""
+"""Maximum size of a bundle's values and keys: reading one row reads the full bundle."""
 BUNDLE_CELLS = 8_192
 """Maximum number of a bundle's values: reading one row also reads their sizes and digests."""
 INLINE_BYTES = 16 << 10
@@ -167,10 +167,11 @@ def _drafts_of_shape(
     """Split rows with the same columns into bundles of about BUNDLE_BYTES, of BUNDLE_CELLS."""
     values = [_bytes(row[name]) for _, row in rows for name in shape.byte_columns]
     sizes, width = [*map(len, values)], len(shape.byte_columns)
+    keys_size = sum([len(key) for key, _ in rows])
     start, size, most_rows = 0, 0, BUNDLE_CELLS // max(1, len(shape.names))
-    is_one = sum(sizes) <= BUNDLE_BYTES and len(rows) <= most_rows
+    is_one = sum(sizes) + keys_size <= BUNDLE_BYTES and len(rows) <= most_rows
     for end in (len(rows),) if is_one else range(1, len(rows) + 1):
-        size += sum(sizes[(end - 1) * width : end * width])
+        size += sum(sizes[(end - 1) * width : end * width]) + len(rows[end - 1][0])
         if size >= BUNDLE_BYTES or end == len(rows) or end - start >= most_rows:
             cut = slice(start * width, end * width)
             yield _draft(rows[start:end], shape, values[cut], sizes[cut], make_cell)
@@ -285,6 +286,11 @@ class Bundle:
     def __init__(self, record: BundleRecord) -> None:
         self.record = record
         self._contents = decode(record.contents, BundleLayout)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that are read and decoded for any of its rows, beside the values."""
+        return len(self.record.keys) + len(self.record.contents)
 
     @cached_property
     def keys(self) -> list[RowId]:

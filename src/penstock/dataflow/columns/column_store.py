@@ -8,7 +8,7 @@ both be first. Does not decide who may write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord, ItemRecord
@@ -18,6 +18,7 @@ from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import Deletion, Journal
+from penstock.errors import TooLarge
 from penstock.types import RowId
 
 K = TypeVar("K")
@@ -28,12 +29,26 @@ USED_BYTES_SQL = (
     "SELECT space, coalesce(sum(length), 0) + :each * {cells} FROM {table} "
     "WHERE space != :train GROUP BY space"
 )
+LOOKUP_BYTES = 16 << 20
+"""Keys, sizes and digests that one call makes the service read to compare with what is stored: a
+bundle has all of its rows."""
+BUNDLES_PER_QUERY = 16
 POSITIONS_SQL = "SELECT row_id, arrival, bundle FROM items WHERE space = :space AND row_id IN :ids"
 
 
 RowPosition = tuple[int, int]
 """Arrival number of a user row, and of the first row of its bundle. The latter is 0 if all columns
 of the row are single records."""
+
+
+def read_bundles(
+    tables: Tables, space: str, arrivals: Sequence[int]
+) -> Iterator[list[BundleRecord]]:
+    """A few at a time: all of one call may be too large together."""
+    where = "space = :space AND arrival IN :ids"
+    for start in range(0, len(arrivals), BUNDLES_PER_QUERY):
+        ids = arrivals[start : start + BUNDLES_PER_QUERY]
+        yield tables.read(BundleRecord, where, space=space, ids=[*ids])
 
 
 class UnflushedWrites(Generic[K, V]):
@@ -156,22 +171,36 @@ class Columns:
         row_positions: Mapping[RowId, RowPosition],
         names: Mapping[RowId, frozenset[str]],
     ) -> dict[tuple[RowId, str], ColumnRecord]:
-        bundles = self._open(space, {first for _, first in row_positions.values()})
-        found: dict[tuple[RowId, str], ColumnRecord] = {}
+        in_bundle: dict[int, list[tuple[RowId, int]]] = {}
         for row_id, (arrival, first) in row_positions.items():
-            if first in bundles:
-                bundles[first].require(row_id, arrival - first)
-                columns = (bundles[first].column(arrival - first, n) for n in names[row_id])
+            if first:
+                in_bundle.setdefault(first, []).append((row_id, arrival - first))
+        found: dict[tuple[RowId, str], ColumnRecord] = {}
+        size = 0
+        for bundle in self._open(space, sorted(in_bundle)):
+            size += bundle.index_bytes
+            if size > LOOKUP_BYTES:
+                raise TooLarge(
+                    f"the rows of this call are in {len(in_bundle)} bundles of together more than "
+                    f"{LOOKUP_BYTES} bytes of keys and digests: send fewer rows in each call"
+                )
+            for row_id, position in in_bundle[bundle.record.arrival]:
+                bundle.require(row_id, position)
+                columns = (bundle.column(position, n) for n in names[row_id])
                 found.update(((row_id, column.name), column) for column in columns if column)
         return found
 
-    def _open(self, space: str, arrivals: Iterable[int]) -> dict[int, Bundle]:
-        recent = {arrival: self._bundles.get((space, arrival)) for arrival in arrivals}
-        found = {arrival: Bundle(record) for arrival, record in recent.items() if record}
-        ids = [arrival for arrival, record in recent.items() if record is None]
-        where = "space = :space AND arrival IN :ids"
-        records = self._tables.read(BundleRecord, where, space=space, ids=ids) if ids else ()
-        return found | {record.arrival: Bundle(record) for record in records}
+    def _open(self, space: str, arrivals: Sequence[int]) -> Iterator[Bundle]:
+        """The bundles that start at these arrivals, a few in memory at a time."""
+        on_disk: list[int] = []
+        for arrival in arrivals:
+            recent = self._bundles.get((space, arrival))
+            if recent is None:
+                on_disk.append(arrival)
+            else:
+                yield Bundle(recent)
+        for records in read_bundles(self._tables, space, on_disk):
+            yield from map(Bundle, records)
 
     def row_positions(self, space: str, keys: Sequence[RowId]) -> dict[RowId, RowPosition]:
         """Positions of the keys that exist as user rows."""

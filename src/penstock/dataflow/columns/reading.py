@@ -5,14 +5,14 @@ Blocking: call it from a thread, not on the event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.columns.bundles import Bundle, ColumnSlice
-from penstock.dataflow.columns.column_store import POSITIONS_SQL, RowPosition
+from penstock.dataflow.columns.column_store import POSITIONS_SQL, RowPosition, read_bundles
 from penstock.dataflow.columns.origins import read_origins
 from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, WireValue
 from penstock.dataflow.core.names import ADMITTED, ORIGIN, REWARD, TRAIN, TURNS
@@ -25,10 +25,10 @@ ANSWER_BYTES = 16 << 20
 """A response ends with the row that reaches this size."""
 READ_BYTES = 32 << 20
 """A response ends with the row for which this much was read: a bundle is read whole for any of its
-columns, and stays in memory for its other rows."""
+columns, with the keys of all its rows, and stays in memory for its other rows."""
 KEYS_PER_QUERY = 500
 """Rows located together; the response may end before the last of them."""
-FEW_ROWS = 64
+FEW_ROWS = 16
 """Up to this many rows are read on the event loop; handing them to a thread would cost more."""
 DAMAGED = "damaged"
 FREED = FailedColumn(
@@ -54,7 +54,7 @@ class RowStoreReader:
         if space == TRAIN or len(keys) > FEW_ROWS or self._has_single_columns(space):
             return None
         located = self._locate(space, keys, names, BytesRead())
-        if any(bundle.is_in_payload_store for bundle in located.bundles.values()):
+        if any(bundle.is_in_payload_store for bundle in located.bundles.all()):
             return None
         return [*located.rows(keys)]
 
@@ -117,17 +117,17 @@ class RowStoreReader:
         if len(keys) == 1:
             return located
         row_positions = {
-            key: p for bundle in located.bundles.values() for key, p in bundle.row_positions()
+            key: p for bundle in located.bundles.all() for key, p in bundle.row_positions()
         }
         rest = [key for key in keys if key not in row_positions]
         if not rest:
-            for bundle in located.bundles.values():
+            for bundle in located.bundles.all():
                 bundle.reads_most_rows = len(keys) > len(row_positions) / 2
             return LocatedRows(row_positions=row_positions, bundles=located.bundles)
         others = self._find(space, rest, names, bytes_read)
         return LocatedRows(
             row_positions={**row_positions, **others.row_positions},
-            bundles={**located.bundles, **others.bundles},
+            bundles=others.bundles.with_opened(located.bundles),
         )
 
     def _find(
@@ -135,13 +135,14 @@ class RowStoreReader:
     ) -> LocatedRows:
         tables = self._ledger.tables
         found = tables.rows(POSITIONS_SQL, space=space, ids=list[str](keys))
-        arrivals = [*{bundle for _, _, bundle in found if bundle}]
-        where = "space = :space AND arrival IN :ids"
-        records = tables.read(BundleRecord, where, space=space, ids=arrivals) if arrivals else ()
-        return LocatedRows(
-            row_positions={key: (arrival, bundle) for key, arrival, bundle in found},
-            bundles={r.arrival: BundleReader(self._ledger, r, names, bytes_read) for r in records},
+        row_positions = {key: (arrival, bundle) for key, arrival, bundle in found}
+        in_order = [row_positions[key][1] for key in keys if key in row_positions]
+        arrivals = [*dict.fromkeys(bundle for bundle in in_order if bundle)]
+        readers = (
+            [BundleReader(self._ledger, record, names, bytes_read) for record in records]
+            for records in read_bundles(tables, space, arrivals)
         )
+        return LocatedRows(row_positions=row_positions, bundles=OpenedBundles(readers))
 
     def _columns(
         self, space: str, ids: list[str], names: Sequence[str]
@@ -214,11 +215,37 @@ class BytesRead:
     of_bundles: int = 0
 
 
+class OpenedBundles:
+    """Bundles by arrival of their first row, opened a few at a time in the order of the keys: a
+    response may end long before the last of them."""
+
+    def __init__(self, readers: Iterator[Sequence[BundleReader]]) -> None:
+        self._readers = readers
+        self._opened: dict[int, BundleReader] = {}
+
+    def get(self, first: int) -> BundleReader | None:
+        while first not in self._opened and (more := next(self._readers, None)) is not None:
+            self._add(more)
+        return self._opened.get(first)
+
+    def all(self) -> Iterable[BundleReader]:
+        for more in self._readers:
+            self._add(more)
+        return self._opened.values()
+
+    def with_opened(self, others: OpenedBundles) -> OpenedBundles:
+        self._add(others.all())
+        return self
+
+    def _add(self, readers: Iterable[BundleReader]) -> None:
+        self._opened.update((reader.first, reader) for reader in readers)
+
+
 class LocatedRows(NamedTuple):
     """Rows that were located but not read yet."""
 
     row_positions: Mapping[RowId, RowPosition]
-    bundles: Mapping[int, BundleReader]
+    bundles: OpenedBundles
 
     def rows(self, keys: Iterable[RowId]) -> Iterable[RowValues]:
         """The columns delivered with each row, in the order of `keys`."""
@@ -226,10 +253,11 @@ class LocatedRows(NamedTuple):
             arrival, first = self.row_positions.get(key, (0, 0))
             values: Mapping[str, WireValue] = {}
             failed: FailedColumns = {}
-            if first in self.bundles:
-                values, failed = self.bundles[first].row(key, arrival - first)
+            bundle = self.bundles.get(first) if first else None
+            if bundle is not None:
+                values, failed = bundle.row(key, arrival - first)
             # If its bundle is missing, the space was cleared in the meantime.
-            exists = arrival > 0 and (not first or first in self.bundles)
+            exists = arrival > 0 and (not first or bundle is not None)
             yield RowValues(key=key, exists=exists, columns=values, failed=failed)
 
 
@@ -247,6 +275,8 @@ class BundleReader:
         self._ledger = ledger
         self._bytes_read = bytes_read or BytesRead()
         self._bundle = Bundle(record)
+        self._bytes_read.of_bundles += self._bundle.index_bytes
+        self.first = record.arrival
         self._names = names
         self._payload: bytes | None = None
         self._damage = ""
@@ -287,7 +317,7 @@ class BundleReader:
 
     def _read(self) -> bytes:
         record = self._bundle.record
-        self._bytes_read.of_bundles += record.length + len(record.contents)
+        self._bytes_read.of_bundles += record.length
         return self._ledger.read_payload(record) if self.is_in_payload_store else record.payload
 
 
