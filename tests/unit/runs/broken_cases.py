@@ -156,7 +156,7 @@ BROKEN_CONFIGS: tuple[BrokenConfig, ...] = (
         "a tab or bad indentation",
         "training:\n  steps: 2\n   groups_per_batch: 2",
         key="",
-        says="not YAML: mapping values are not allowed here",
+        says="not YAML: mapping values are not allowed",
         fix="check indentation, quotes and brackets around this line",
     ),
     BrokenConfig(
