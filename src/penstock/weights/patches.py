@@ -12,6 +12,7 @@ patch and the full files, and which tensors are verified after a patch. Knows no
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ _digest_decoder = msgspec.json.Decoder(dict[str, tuple[str, str]])
 
 Changed = Mapping[str, Positions | None]
 """Positions of the changed elements of each changed tensor; None for all elements."""
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a patch, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +86,19 @@ def write_patch(
 ) -> int | None:
     """Write the patch to the version with these tensors; returns its size in bytes, or None if it
     would not be small enough to be worth it. Raises WeightsError if a delta is damaged."""
-    changed = [(file, layout_of(file.path)) for file in files]
-    found = [(file, layout, _changed(file, layout)) for file, layout in changed]
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for _, layout, positions in found:
-        shapes |= _shapes(layout, positions)
+    layouts = [layout_of(file.path) for file in files]
+    room = int(MAX_SHARE * sum(layout.num_bytes for layout in layouts))
+    found: list[tuple[ChangedFile, Layout, Changed]] = []
+    shapes: Shapes = {}
+    for file, layout in zip(files, layouts, strict=True):
+        if (changed := _changed(file, layout, room)) is None:
+            return None
+        of_file = _shapes(layout, changed)
+        room -= _num_bytes(of_file)
+        found.append((file, layout, changed))
+        shapes |= of_file
     digests = {tensor.name: (tensor.dtype, tensor.digest) for tensor in tensors}
     made = make_layout(shapes, {DIGESTS: msgspec.json.encode(digests).decode()})
-    if made.num_bytes - len(made.head) > MAX_SHARE * sum(layout.num_bytes for _, layout in changed):
-        return None
     hidden = path.with_name(f".{secrets.token_hex(8)}")
     try:
         with hidden.open("xb") as out:
@@ -105,13 +112,20 @@ def write_patch(
     return made.num_bytes
 
 
-def _changed(file: ChangedFile, layout: Layout) -> Changed:
+def _changed(file: ChangedFile, layout: Layout, room: int) -> Changed | None:
+    """None as soon as a patch of it would take more than `room` bytes: deltas of a few hundred
+    bytes may change all elements of a file, and change them back."""
     changed: Changed = {}
     for step, path in file.deltas:
         if file_digest(path) != step.blob:
             raise WeightsError(f"delta {path} does not match its digest; it is fetched again")
         with open_regular(path) as delta:
-            changed = _union(changed, changed_by(delta, layout, base_blob=step.base))
+            by_step = changed_by(delta, layout, base_blob=step.base, max_bytes=room)
+        if by_step is None:
+            return None
+        changed = _union(changed, by_step)
+        if _num_bytes(_shapes(layout, changed)) > room:
+            return None
     return changed
 
 
@@ -125,8 +139,8 @@ def _merge(first: Positions | None, second: Positions | None) -> Positions | Non
     return None if first is None or second is None else np.union1d(first, second)
 
 
-def _shapes(layout: Layout, changed: Changed) -> dict[str, tuple[str, tuple[int, ...]]]:
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+def _shapes(layout: Layout, changed: Changed) -> Shapes:
+    shapes: Shapes = {}
     for name, positions in changed.items():
         tensor = layout.byte_ranges[name]
         if positions is None:
@@ -135,6 +149,10 @@ def _shapes(layout: Layout, changed: Changed) -> dict[str, tuple[str, tuple[int,
             shapes[POSITIONS + name] = (_position_dtype(tensor), (len(positions),))
             shapes[VALUES + name] = (tensor.dtype, (len(positions),))
     return shapes
+
+
+def _num_bytes(shapes: Shapes) -> int:
+    return sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in shapes.values())
 
 
 def _position_dtype(tensor: TensorRange) -> str:

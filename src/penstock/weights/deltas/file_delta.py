@@ -21,6 +21,7 @@ from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.deltas.codec import apply_payload, changed_elements
 from penstock.weights.deltas.delta import (
+    Frame,
     Tensor,
     Writable,
     read_delta,
@@ -28,6 +29,7 @@ from penstock.weights.deltas.delta import (
     write_frames,
 )
 from penstock.weights.deltas.numpy_kernels import Positions
+from penstock.weights.deltas.payload import Kind
 from penstock.weights.tensors import (
     ITEM_BYTES,
     NUM_THREADS,
@@ -38,6 +40,9 @@ from penstock.weights.tensors import (
     new_hash,
     read_layout,
 )
+
+POSITION_BYTES = 4
+"""Of a changed element's position in a patch, at least; eight in a very large tensor."""
 
 
 def layout_of(path: Path) -> Layout:
@@ -113,17 +118,46 @@ def apply_in_place(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
             apply_payload(frame.payload, here, frame.item_bytes)
 
 
-def changed_by(delta: BinaryIO, layout: Layout, *, base_blob: str) -> dict[str, Positions | None]:
+def changed_by(
+    delta: BinaryIO, layout: Layout, *, base_blob: str, max_bytes: int
+) -> dict[str, Positions | None] | None:
     """Which elements of each tensor this delta changes, in ascending order; None for all of them.
-    Tensors without changes are left out."""
+    Tensors without changes are left out. No positions are made for a delta whose changes take more
+    than `max_bytes` in a patch: None for the whole."""
     header, frames = read_delta(delta, layout.sizes)
     _check_base(header.base, base_blob, "the base of this step")
     sizes, changed = layout.sizes, dict[str, Positions | None]()
     for frame in frames:
+        _check_item_bytes(frame, layout)
         of_frame = [sizes[name] for name in frame.names]
+        max_bytes -= _patch_bytes(frame, sum(of_frame))
+        if max_bytes < 0:
+            return None
         found = changed_elements(frame.payload, of_frame, frame.item_bytes)
         changed.update(zip(frame.names, found, strict=True))
     return {name: found for name, found in changed.items() if found is None or len(found)}
+
+
+def _patch_bytes(frame: Frame, num_bytes: int) -> int:
+    """What the changes of tensors of `num_bytes` bytes take in a patch, at least."""
+    match frame.payload.kind:
+        case Kind.SAME:
+            return 0
+        case Kind.SPARSE:
+            return frame.payload.num_changed * (POSITION_BYTES + frame.item_bytes)
+        case Kind.FULL:
+            return num_bytes
+
+
+def _check_item_bytes(frame: Frame, layout: Layout) -> None:
+    """Applied in items of another size a delta may give the right file, but its positions do not
+    count elements."""
+    for name in frame.names:
+        expected = ITEM_BYTES[layout.byte_ranges[name].dtype]
+        if frame.item_bytes != expected:
+            raise WeightsError(
+                f"delta: tensor {name} has items of {frame.item_bytes} bytes, not {expected}"
+            )
 
 
 def _check_base(found: str, expected: str, what: str) -> None:
