@@ -54,20 +54,21 @@ def turn_credits(
     earned: TurnRewards,
     fn: Credit,
     agents: Agents = Agents.PARENT,
+    *,
+    is_by_group: bool = False,
 ) -> Floats:
     """The credit of each turn. `rewards_RP`: of each role, NaN where it had no part; `rewards_R`:
-    of the rows themselves. A row without a reward (NaN) counts in nothing, and its turns get 0."""
+    of the rows themselves. A row without a reward (NaN) counts in nothing, and its turns get 0.
+    `is_by_group`: `fn` compares inside groups, whatever else is in the batch."""
     rows_Q = turns.rows_Q
     credits_Q = by_role(rewards_RP, groups_R, earned.roles_Q, turns, fn)
     is_own_Q = np.isfinite(earned.own_Q)
     values_Q = np.where(is_own_Q, earned.own_Q, rewards_RP[rows_Q, earned.roles_Q])
     values_Q[~np.isfinite(rewards_R)[rows_Q]] = np.nan
     is_top_Q = earned.agents_Q == 0
-    places_Q = _places(rows_Q, earned.roles_Q, is_top_Q)
-    own_turns = zip(earned.roles_Q[is_own_Q & is_top_Q], places_Q[is_own_Q & is_top_Q], strict=True)
-    for role, place in set(own_turns):
-        same_Q = is_top_Q & (earned.roles_Q == role) & (places_Q == place)
-        _compare_same_turns(credits_Q, values_Q, same_Q, is_own_Q, rows_Q, groups_R, fn)
+    if (is_own_Q & is_top_Q).any():
+        found = _SameTurns.of(earned.roles_Q, is_own_Q, is_top_Q, rows_Q, groups_R)
+        credits_Q[found.turns_K] = found.credits(values_Q, fn, is_by_group=is_by_group)
     if (is_agents_Q := is_own_Q & ~is_top_Q).any():
         found = _OwnAgents.of(values_Q, rows_Q, earned, is_agents_Q)
         if agents is Agents.SIBLINGS:
@@ -89,21 +90,43 @@ def _places(rows_Q: Ints, roles_Q: Ints, is_counted_Q: Bools) -> Ints:
     return places_Q
 
 
-def _compare_same_turns(
-    credits_Q: Floats,
-    values_Q: Floats,
-    same_Q: Bools,
-    is_own_Q: Bools,
-    rows_Q: Ints,
-    groups_R: Ints,
-    fn: Credit,
-) -> None:
-    """Set the credits of one turn of one role, in the groups in which it has its own reward."""
-    groups_Q = groups_R[rows_Q]
-    compared_Q = same_Q & np.isin(groups_Q, groups_Q[same_Q & is_own_Q])
-    values_R = np.full(groups_R.size, np.nan)
-    values_R[rows_Q[compared_Q]] = values_Q[compared_Q]
-    credits_Q[compared_Q] = fn(values_R, groups_R)[rows_Q[compared_Q]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SameTurns:
+    """The k-th turns of a role, set after set, in the groups in which one of them has its own
+    reward."""
+
+    turns_K: Ints
+    sets_K: Ints
+    groups_K: Ints
+    """Groups of different sets differ."""
+
+    @classmethod
+    def of(
+        cls, roles_Q: Ints, is_own_Q: Bools, is_top_Q: Bools, rows_Q: Ints, groups_R: Ints
+    ) -> _SameTurns:
+        turns_K = np.flatnonzero(is_top_Q)
+        places_K = _places(rows_Q, roles_Q, is_top_Q)[turns_K]
+        _, sets_K = np.unique(
+            roles_Q[turns_K] * (int(places_K.max()) + 1) + places_K, return_inverse=True
+        )
+        order_K = np.argsort(sets_K, kind="stable")
+        turns_K, sets_K = turns_K[order_K], sets_K[order_K]
+        key_K = sets_K * (int(groups_R.max()) + 1) + groups_R[rows_Q[turns_K]]
+        _, groups_K = np.unique(key_K, return_inverse=True)
+        is_in_K = np.bincount(groups_K, is_own_Q[turns_K])[groups_K] > 0
+        return cls(turns_K=turns_K[is_in_K], sets_K=sets_K[is_in_K], groups_K=groups_K[is_in_K])
+
+    def credits(self, values_Q: Floats, fn: Credit, *, is_by_group: bool) -> Floats:
+        """Each set is a separate batch; a function that looks at groups only takes all sets at
+        once."""
+        starts = [] if is_by_group else np.flatnonzero(np.diff(self.sets_K)) + 1
+        found: list[Floats] = []
+        for turns, groups in zip(
+            np.split(self.turns_K, starts), np.split(self.groups_K, starts), strict=True
+        ):
+            _, numbered = np.unique(groups, return_inverse=True)
+            found.append(fn(values_Q[turns], numbered))
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

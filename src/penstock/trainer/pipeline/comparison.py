@@ -17,8 +17,16 @@ from penstock.trainer.arrays import Floats
 from penstock.trainer.pipeline.layout import Layout, TrainedTurns
 
 
-def compare(layout: Layout, reward_R: Floats, fn: Credit, agents: Agents = Agents.PARENT) -> Floats:
-    """Advantages by token. `reward_R` is the column `reward`, as earlier stages changed it."""
+def compare(
+    layout: Layout,
+    reward_R: Floats,
+    fn: Credit,
+    agents: Agents = Agents.PARENT,
+    *,
+    is_by_group: bool = False,
+) -> Floats:
+    """Advantages by token. `reward_R` is the column `reward`, as earlier stages changed it.
+    `is_by_group`: `fn` compares inside groups, whatever else is in the batch."""
     own = layout.roles.own
     if own is None:
         return layout.by_token(fn(reward_R, layout.groups_R))
@@ -43,7 +51,14 @@ def compare(layout: Layout, reward_R: Floats, fn: Credit, agents: Agents = Agent
         spawners_Q=spawners_Q,
     )
     credits_Q = turn_credits(
-        rewards_RP, own.team_R + shift_R, layout.groups_R, turns, earned, fn, agents
+        rewards_RP,
+        own.team_R + shift_R,
+        layout.groups_R,
+        turns,
+        earned,
+        fn,
+        agents,
+        is_by_group=is_by_group,
     )
     return trained.by_token(layout, turns, credits_Q)
 

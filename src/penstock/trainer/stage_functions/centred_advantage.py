@@ -17,7 +17,8 @@ def centred_advantage(
     layout: Layout, *, reward: RowValues, agents: Literal["parent", "siblings"] = "parent"
 ) -> Columns:
     """Dr.GRPO: reward minus the group's mean."""
-    return {"advantage": compare(layout, reward, centred_advantages, Agents(agents))}
+    found = compare(layout, reward, centred_advantages, Agents(agents), is_by_group=True)
+    return {"advantage": found}
 
 
 STAGE = centred_advantage

@@ -33,7 +33,8 @@ def group_advantage(
     same role or turn of the group, sub-agents as `agents` says: like the workflow that began the
     tree (`parent`), or with the agents that the same agent spawned (`siblings`)."""
     fn = partial(group_advantages, std_ddof=std_ddof)
-    return {"advantage": compare(layout, reward, fn, Agents(agents))}
+    found = compare(layout, reward, fn, Agents(agents), is_by_group=True)
+    return {"advantage": found}
 
 
 STAGE = group_advantage

@@ -17,7 +17,8 @@ def leave_one_out_advantage(
     layout: Layout, *, reward: RowValues, agents: Literal["parent", "siblings"] = "parent"
 ) -> Columns:
     """RLOO: reward minus the mean of the group's other members."""
-    return {"advantage": compare(layout, reward, leave_one_out_advantages, Agents(agents))}
+    found = compare(layout, reward, leave_one_out_advantages, Agents(agents), is_by_group=True)
+    return {"advantage": found}
 
 
 STAGE = leave_one_out_advantage
