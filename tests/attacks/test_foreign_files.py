@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +27,10 @@ from penstock.runs.evaluations import read_evaluations
 from penstock.runs.result_files import run_results
 from penstock.runs.tokens import issued_tokens
 from penstock.weights import store as stores
-from penstock.weights.catalog import deletion_paused, full_file
+from penstock.weights.catalog import count_changes, deletion_paused, full_file
+from penstock.weights.deltas.delta import write_delta
 from penstock.weights.store import DirectoryStore
+from penstock.weights.tensors import make_layout
 
 DIGEST = "0" * 64
 KINDS = {"link": "/dev/zero", "pipe": ""}
@@ -205,3 +208,14 @@ def test_files_of_run_folders_are_opened_by_safe_means() -> None:
     unknown = {name: calls for name, calls in found.items() if name not in OTHERS}
     assert not unknown, "use penstock.durable or penstock.foreign_ledger, or say whose file it is"
     assert not OTHERS.keys() - found.keys(), "these open nothing any more"
+
+
+def test_a_foreign_delta_does_not_end_the_listing_of_weights(tmp_path: Path) -> None:
+    """Its changed elements were counted in items of the size that it names."""
+    layout = make_layout({"t": ("BF16", (1000,))})
+    store = DirectoryStore(tmp_path)
+    store.prepare()
+    full = store.put_blob(io.BytesIO(layout.head + bytes(2000)), "model.safetensors").blob
+    tensor = ("t", 0, None, memoryview(bytes(2000)))
+    step = store.put_delta(full, DIGEST, lambda out: write_delta(out, full, DIGEST, [tensor]))
+    assert count_changes(store, step, [full]) == (1000, 1000)

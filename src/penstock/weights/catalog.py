@@ -200,15 +200,16 @@ def count_changes(
     if not available:
         return None
     layout = layout_of(store.blob_path(available[0]))
-    sizes, dtypes = layout.sizes, {name: r.dtype for name, r in layout.byte_ranges.items()}
+    sizes, ranges = layout.sizes, layout.byte_ranges
+    nums = {name: size // ITEM_BYTES[ranges[name].dtype] for name, size in sizes.items()}
     changed = 0
     with open_regular(store.blob_path(step.blob)) as file:
         for frame in read_delta(file, sizes)[1]:
             if frame.payload.kind is Kind.FULL:
-                changed += sum(sizes[name] for name in frame.names) // frame.item_bytes
+                changed += sum(nums[name] for name in frame.names)
             else:
                 changed += frame.payload.num_changed
-    return changed, sum(sizes[name] // ITEM_BYTES[dtype] for name, dtype in dtypes.items())
+    return changed, sum(nums.values())
 
 
 @contextmanager
