@@ -84,6 +84,13 @@ async def test_a_test_that_does_not_report_has_failed() -> None:
     assert verdict.passed == {"test_a"} and verdict.failed.keys() == {"test_gone"}
 
 
+@pytest.mark.parametrize("tests", ["raise SystemExit(0)", "import nothing_like_it", "def test_f("])
+async def test_tests_that_end_before_the_first_are_no_verdict(tests: str) -> None:
+    """Their interpreter did not start, or they cannot be imported: no solution can cause it."""
+    with pytest.raises(SandboxError, match="before the first"):
+        await verdict_of("def f(): return 1", tests, frozenset({"test_f"}))
+
+
 async def test_tests_that_are_killed_are_no_verdict() -> None:
     """An infrastructure failure is neither pass nor fail: it raises, and is never a reward of 0."""
     tests = "def test_a(s): bytearray(1 << 30)"

@@ -112,19 +112,26 @@ async def _collect(
     judge: SandboxProcess, called: _CalledSolution, ids: frozenset[str], bounds: GradingLimits
 ) -> Verdict:
     nonce = secrets.token_hex(16)
-    await _send(judge, {"nonce": nonce, "ids": sorted(ids), "cpu_s": bounds.tests.cpu_s})
+    with suppress(ConnectionError):  # how they ended is found out by reading
+        await _send(judge, {"nonce": nonce, "ids": sorted(ids), "cpu_s": bounds.tests.cpu_s})
     reports = _Reports(nonce, ids)
-    while True:
-        message = await _next_message(judge, bounds.tests.wall_s)
-        if message is None or message.done is not None:
-            is_whole = message is not None and hmac.compare_digest(message.done or "", nonce)
-            return reports.verdict(is_whole=is_whole)
+    message = await _next_message(judge, bounds.tests.wall_s)
+    if message is None:  # no code of the solution has run
+        ended = await judge.wait()
+        raise SandboxError(
+            f"the tests ended with code {ended.code} before the first of them; check that they can "
+            "be imported, with the standard library alone"
+        )
+    while message is not None and message.done is None:
         if message.report is not None:
             reports.add(message.report)
         else:
             answer = await called.answer(message)
-            with suppress(ConnectionError):  # how they ended is found out by reading
+            with suppress(ConnectionError):
                 await _send(judge, answer)
+        message = await _next_message(judge, bounds.tests.wall_s)
+    is_whole = message is not None and hmac.compare_digest(message.done or "", nonce)
+    return reports.verdict(is_whole=is_whole)
 
 
 async def _next_message(judge: SandboxProcess, deadline_s: float) -> _Message | None:
